@@ -54,7 +54,7 @@ class Simulated:
     known: Mapping[str, float]
 
     def parameters(self, tag: str, runs: Sequence[str], *, sigma: float | None = None) -> Fitted:
-        """Args: sigma: of the lengths; None: fitted with the others."""
+        """What the runs show, or an earlier record; ``sigma``, of the lengths, is fitted where it is None."""
         if not self.known:
             return fit(runs, self, sigma=sigma)
         decode, training, attention, spread = (self.known[f"{tag}: {name}"] for name in _NAMES)

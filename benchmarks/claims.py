@@ -36,8 +36,11 @@ _UP_TO_20K: Mapping[str, Workload] = {
 
 
 class Claims:
-    """Args:
-    seeds: of every figure; steps: of every run.
+    """Measures the claims and keeps a record of each.
+
+    Args:
+        seeds: of every figure.
+        steps: of every run.
     """
 
     def __init__(self, runs: Runs, seeds: Sequence[int], steps: int) -> None:
@@ -208,8 +211,8 @@ class Claims:
                 )
 
     def _against(self, tag: str, ours: Sequence[Figures], theirs: Sequence[Figures], *, skewed: bool) -> None:
-        """Judged by trained tokens per second, as the paper does, and by step time, which is what a user sees first and
-        is shorter for who discards long answers."""
+        """Judged by trained tokens per second, as StaleFlow's authors do, and by step time, which is what a user sees
+        first and is shorter for who discards long answers."""
 
         def ratio(figure: str) -> float:
             return mean(run[figure] for run in theirs) / mean(run[figure] for run in ours)

@@ -53,7 +53,7 @@ AGENTS = 12
 _CHUNK = 25  # rounds on one folder
 _MANY = 12  # samples, or sub-agents, at once
 _WAYS = ("plain", "plain", "stream", "samples", "parallel")
-_EARLY = 0.25  # share of the kills that come before requests are taken
+_EARLY_SHARE = 0.25  # of the kills: before requests are taken
 _USER, _END = "<|im_start|>user\n", "<|im_end|>"
 _QUESTION = 600  # tokens at the end of a prompt in which the whole of its question stands
 
@@ -226,7 +226,7 @@ async def crash(rounds: int, scratch: Path, seed: int) -> tuple[Verdict, Seen, R
     tasks = [asyncio.create_task(agents.run(number)) for number in range(AGENTS)]
     for number in range(rounds + 1):
         with our_proxy(port, engine, folder, record, core=None, log=log) as child:
-            if number < rounds and rng.random() < _EARLY:
+            if number < rounds and rng.random() < _EARLY_SHARE:
                 taken.early += 1
                 await asyncio.sleep(rng.uniform(0, 1.5))
             else:

@@ -153,13 +153,15 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Attributes:
-    silent: per epoch, per group in order: it had no advantage.
-    boundaries: per boundary between epochs, the share without advantage in the pool before and after it, both of
-        the same rollouts under the same weights, so that learning is not mistaken for resampling.
-    before, after: held-out accuracy per prompt.
-    trained: accuracy per prompt of the training data, at the end.
-    removed: prompts of the training data that left the pool.
+    """What one training with or without resampling gave.
+
+    Attributes:
+        silent: per epoch, per group in order: it had no advantage.
+        boundaries: per boundary between epochs, the share without advantage in the pool before and after it, both of
+            the same rollouts under the same weights, so that learning is not mistaken for resampling.
+        before, after: held-out accuracy per prompt.
+        trained: accuracy per prompt of the training data, at the end.
+        removed: prompts of the training data that left the pool.
     """
 
     silent: list[list[bool]]

@@ -117,7 +117,7 @@ def main() -> int:
 
 
 def _records(repeats: list[dict[str, list[float]]], turns: int, *, held: bool) -> list[Record]:
-    """Args: held: whether the run was long enough to be held against its bars."""
+    """Figures of all repeats; they are ``held`` against their bars where the run was long enough."""
 
     def barred(name: str, value: float, unit: str, bar: str, holds: bool) -> Record:
         return Record(name=name, value=value, unit=unit, bar=bar if held else "", holds=holds if held else None)

@@ -49,8 +49,10 @@ class Live:
         return any(all(word in line for word in words) for file in files for line in file.read_text().splitlines())
 
     def until(self, is_there: Callable[[Live], object]) -> None:
-        """Raises:
-        Missed: the command ended before, or takes too long.
+        """Wait until ``is_there`` says so.
+
+        Raises:
+            Missed: the command ended before, or takes too long.
         """
         latest = time.monotonic() + _UNTIL_S
         while not is_there(self):

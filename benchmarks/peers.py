@@ -1,4 +1,4 @@
-"""Recorders to compare with, each in an environment of its own under ``--peers``:
+"""Recorders to compare with, each in an environment of its own under ``--peers``.
 
 python -m venv PEERS/rllm    && PEERS/rllm/bin/pip install rllm-model-gateway==0.1.0
 python -m venv PEERS/litellm && PEERS/litellm/bin/pip install 'litellm[proxy]==1.106.2'

@@ -62,7 +62,7 @@ def stacks(title: str, shares: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def lines(title: str, series: Mapping[str, Sequence[float]], x_label: str) -> str:
-    """A line per label over 0, 1, 2, …"""
+    """A line per label over the numbers from 0 on."""
     values = [value for each in series.values() for value in each]
     low, high = min(0.0, *values), max(values)
     most = max(len(each) for each in series.values()) - 1

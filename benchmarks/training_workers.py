@@ -72,10 +72,12 @@ def data_of(
 def worker_of(
     folder: str, *, ours: bool, options: Sequence[str] = (), budget: int = BUDGET, dtype: str = "fp32"
 ) -> Any:
-    """Args:
-    options: of checkpointing, critic, lora, fused, fixed, auto; reference: it infers only; per-row: its loss is a mean
-        over rows, which masks leave finite.
-    dtype: that it computes in; weights and sums of gradients are fp32.
+    """A training worker of verl's, with our engine or its own.
+
+    Args:
+        options: of checkpointing, critic, lora, fused, fixed, auto; reference: it infers only; per-row: its loss is a
+            mean over rows, which masks leave finite.
+        dtype: that it computes in; weights and sums of gradients are fp32.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig

@@ -159,12 +159,12 @@ def _wanted(what: str, found: str, holds: bool, fix: str) -> Finding:
 def _environment(folder: Path) -> Iterator[Finding]:
     yield from _cluster()
     yield _journals(folder)
-    folder = Path("seamless_verl")
+    package = Path("seamless_verl")
     spec = importlib.util.find_spec("seamless_verl")
-    if folder.is_dir() and spec and spec.origin and Path(spec.origin).parent != folder.absolute():
+    if package.is_dir() and spec and spec.origin and Path(spec.origin).parent != package.absolute():
         yield Finding(
             what="working directory",
-            found=f"holds another {folder}",
+            found=f"holds another {package}",
             fix="start from another directory: it shadows ours",
         )
 

@@ -1,4 +1,4 @@
-"""How long a decode step takes (StaleFlow, section 2.3 of the specification), and the fit of it to what was measured.
+"""How long a decode step takes (cost model of StaleFlow, arXiv 2601.12784), and its fit to what was measured.
 
     t(n, kv) = attention_base + attention_per_token * kv + max(floor, base + per_request * n)      seconds
 
@@ -58,7 +58,7 @@ class EnginePace:
     turn_tokens: float = TURN_TOKENS
 
 
-# Published with the paper, H20; error about 10 % by secondary sources. Columns in the order of the fields.
+# Published by StaleFlow for H20 GPUs. Columns in the order of the fields.
 PUBLISHED: Mapping[str, DecodeCost] = MappingProxyType(
     {
         name: DecodeCost(**dict(zip(DecodeCost.__slots__, coefficients, strict=True)))

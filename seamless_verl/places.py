@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
 
-_MOST = 3
+_MOST_PLACES = 3
 _PACKAGE = Path(__file__).parent
 # What is below one of these is not the user's, but for recipes, which are written as a user would write them.
 _LIBRARIES = tuple(
@@ -45,7 +45,7 @@ def places_of(error: BaseException, *, only_own: bool = False) -> tuple[str, ...
     own = [frame for frame in found if is_own(frame["file"])]
     told = own if own or only_own else found
     places = [_place(frame["file"], int(frame["line"]), frame["name"], frame["code"]) for frame in told]
-    return tuple(dict.fromkeys(places))[-_MOST:]
+    return tuple(dict.fromkeys(places))[-_MOST_PLACES:]
 
 
 def is_own(file: str) -> bool:
@@ -74,7 +74,7 @@ def places_of_coroutine(coroutine: Coroutine[Any, Any, Any] | None) -> tuple[str
 
 def _told(frames: Sequence[tuple[str, int, str]], only_own: bool = False) -> tuple[str, ...]:
     own = [frame for frame in frames if is_own(frame[0])]
-    return tuple(_place(*frame) for frame in (own if own or only_own else frames)[-_MOST:])
+    return tuple(_place(*frame) for frame in (own if own or only_own else frames)[-_MOST_PLACES:])
 
 
 def _place(file: str, line: int, name: str, code: str | None = None) -> str:

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 Rows = Sequence[Ids]
-_TOKEN = 24_576
+_TOKEN_WORK = 24_576
 """What a token takes, where ``n`` take ``n**2`` for attention, in a model of 7B (verl's ``calculate_workload``)."""
-_UNMEASURED = 1.02  # rows that share nothing take 1 to 2 % longer as a trie
-_KEPT = 5  # comparisons
+_UNMEASURED_PRICE = 1.02  # where rows share nothing, a trie takes 1 to 2 % longer
+_PRICE_WINDOW = 5
 
 
 class Stretch(NamedTuple):
@@ -69,7 +69,7 @@ class Trie:
     """
 
     def __init__(self, rows: Rows) -> None:
-        """Args: rows: token ids, each at least one."""
+        """Lay out ``rows``, each of one token at least."""
         tokens, depth, parent = [], [], []
         end = np.empty(sum(map(len, rows)), np.int64)
         self.nodes_of_row: list[Ids] = [np.empty(0, np.int64)] * len(rows)
@@ -187,7 +187,7 @@ def deal(groups: Sequence[str], shared: Sequence[int], lengths: Sequence[int], r
         members.setdefault(groups[row], []).append(row)
 
     def below(end: int, begin: int) -> int:
-        return _TOKEN * (end - begin) + end**2 - begin**2
+        return _TOKEN_WORK * (end - begin) + end**2 - begin**2
 
     def cost(rows: Sequence[int]) -> int:
         return below(max(shared[row] for row in rows), 0) + sum(below(lengths[row], shared[row]) for row in rows)
@@ -239,9 +239,11 @@ class Shape:
 
     @classmethod
     def of(cls, text: Any, *, values: bool = False) -> Shape:
-        """Args:
-        text: the Hugging Face configuration of a decoder; of a mixture of experts those count that a token meets.
-        values: its head gives one number.
+        """The shape of a decoder.
+
+        Args:
+            text: the Hugging Face configuration of a decoder; of a mixture of experts those count that a token meets.
+            values: its head gives one number.
         """
         hidden, heads = text.hidden_size, text.num_attention_heads
         keys = getattr(text, "num_key_value_heads", None) or heads
@@ -269,10 +271,12 @@ class Work:
 def work(
     rows: Rows, prompts: Sequence[int], parts: Sequence[Sequence[int]], shape: Shape, *, padded: bool = False
 ) -> Work:
-    """Args:
-    prompts: of each row, its first tokens that no loss reads.
-    parts: rows that are computed together.
-    padded: row by row, verl pads to the longest.
+    """Count the multiply-adds of some rows, computed both ways.
+
+    Args:
+        prompts: of each row, its first tokens that no loss reads.
+        parts: rows that are computed together.
+        padded: row by row, verl pads to the longest.
     """
     longest = max(map(len, rows))
     flat = trie = 0.0
@@ -297,11 +301,11 @@ class Price:
     """What a multiply-add costs on a trie, over what it costs row by row: the median of the last comparisons."""
 
     def __init__(self) -> None:
-        self._seen: deque[float] = deque(maxlen=_KEPT)
+        self._seen: deque[float] = deque(maxlen=_PRICE_WINDOW)
 
     @property
     def now(self) -> float:
-        return median(self._seen) if self._seen else _UNMEASURED
+        return median(self._seen) if self._seen else _UNMEASURED_PRICE
 
     def compared(self, of: Work, trie_s: float, rows_s: float) -> None:
         """The same rows were computed both ways, in so many seconds."""

@@ -52,8 +52,10 @@ class Weights:
 
 
 class CountingClient(VersionedLLMClient):
-    """Attributes:
-    sent: attempts that have been given a seat, and so are on their way to the server.
+    """A client that counts the attempts it has sent.
+
+    Attributes:
+        sent: attempts that have been given a seat, and so are on their way to the server.
     """
 
     sent = 0
@@ -187,10 +189,12 @@ def live_replica(
     gpu_runner: bool = False,
     replica_class: type[Any] = InterruptibleReplica,
 ) -> Iterator[LiveReplica]:
-    """Args:
-    overrides: of the composed configuration.
-    ahead: vLLM schedules as on GPUs (`tests.scheduled_ahead`), not as its CPU build does.
-    gpu_runner: vLLM's model runner is that of GPUs (`tests/gpu_runner`); a step takes 0.1 s.
+    """One hybrid replica on a Ray of its own.
+
+    Args:
+        overrides: of the composed configuration.
+        ahead: vLLM schedules as on GPUs (`tests.scheduled_ahead`), not as its CPU build does.
+        gpu_runner: vLLM's model runner is that of GPUs (`tests/gpu_runner`); a step takes 0.1 s.
     """
     of_workers = {key: value for key, value in CPU_ENVIRONMENT.items() if not key.startswith("RAY_")}
     of_workers |= SCHEDULED_AHEAD if ahead else {}

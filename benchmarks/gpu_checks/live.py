@@ -43,8 +43,10 @@ class Run:
     seconds: float
 
     def summary(self) -> dict[str, Any]:
-        """Raises:
-        RunFailed: it has none.
+        """The summary that the run left.
+
+        Raises:
+            RunFailed: it has none.
         """
         file = self.folder / "summary.json"
         if self.code or not file.exists():

@@ -161,12 +161,14 @@ def digest(
     running: bool = False,
     guard: Sequence[Mapping[str, Any]] = (),
 ) -> RunDigest:
-    """Args:
-    steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
-        the last counts, but violations of all do: what an audit ended is repeated.
-    start_up_s: of ``summary.json``.
-    running: whether the process of the run lives.
-    guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
+    """Work out what the report shows of a run.
+
+    Args:
+        steps, validations: records of ``steps.jsonl`` and ``validation.jsonl``; of a step repeated after a resumption
+            the last counts, but violations of all do: what an audit ended is repeated.
+        start_up_s: of ``summary.json``.
+        running: whether the process of the run lives.
+        guard: of ``metrics.jsonl``, with ``step`` and ``*/shared_prefix/*``.
     """
     stretches: defaultdict[AccountKey, list[Stretch]] = defaultdict(list)
     ledger = Ledger(lambda stretch: stretches[stretch.account].append(stretch))
@@ -259,8 +261,7 @@ def with_pulls(events: Sequence[FlightEvent]) -> tuple[FlightEvent, ...]:
 # ---------------------------------------------------------------- where prefill ended
 
 
-# Fewer requests say nothing about two costs.
-_LEAST = 20
+_FEWEST_REQUESTS = 20  # that say something about two costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +304,7 @@ def token_costs(requests: Iterable[tuple[int, int, float]]) -> TokenCosts | None
     measured = np.array(list(requests), dtype=float).reshape(-1, 3)
     counts, seconds = measured[:, :2], measured[:, 2]
     normal = counts.T @ counts
-    if len(measured) < _LEAST or np.linalg.det(normal) <= 1e-9 * normal[0, 0] * normal[1, 1]:
+    if len(measured) < _FEWEST_REQUESTS or np.linalg.det(normal) <= 1e-9 * normal[0, 0] * normal[1, 1]:
         return None
     prefill_s, decode_s = map(float, np.linalg.solve(normal, counts.T @ seconds))
     return TokenCosts(prefill_s=prefill_s, decode_s=decode_s) if prefill_s > 0 and decode_s > 0 else None

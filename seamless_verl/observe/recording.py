@@ -76,8 +76,10 @@ def encode_header(header: FlightHeader) -> str:
 
 
 def decode_header(line: str) -> FlightHeader:
-    """Raises:
-    FlightFormatError: not a recording, or of a later version.
+    """Read the first line of a recording's file.
+
+    Raises:
+        FlightFormatError: not a recording, or of a later version.
     """
     try:
         plain = json.loads(line)
@@ -132,13 +134,15 @@ _ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Attributes:
-    events: in order of time; ``at`` is in seconds since the first of them.
-    origin_s: wall time of the first event, in seconds since 1970.
-    virtual: time was simulated.
-    writers: events by the process that wrote them.
-    torn: files whose last line was cut short.
-    unknown: kinds that this installation does not know, and how many of each were left out.
+    """The events of a run, merged from the files of its processes.
+
+    Attributes:
+        events: in order of time; ``at`` is in seconds since the first of them.
+        origin_s: wall time of the first event, in seconds since 1970.
+        virtual: time was simulated.
+        writers: events by the process that wrote them.
+        torn: files whose last line was cut short.
+        unknown: kinds that this installation does not know, and how many of each were left out.
     """
 
     events: tuple[FlightEvent, ...]
@@ -254,11 +258,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class FlightRecorder:
-    """Args:
-    folder: run folder; ``None`` records nothing.
-    role: what this process is, part of the file's name.
-    complain: is told, once, why nothing more is recorded.
-    most_waiting: events that may wait for the thread.
+    """Writes the events of its process to a file of the run folder, in a thread.
+
+    Args:
+        folder: run folder; ``None`` records nothing.
+        role: what this process is, part of the file's name.
+        complain: is told, once, why nothing more is recorded.
+        most_waiting: events that may wait for the thread.
     """
 
     def __init__(

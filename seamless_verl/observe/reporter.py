@@ -161,10 +161,10 @@ MOST_OFF, MOST_NORM_OFF = 0.05, 0.1
 
 
 class Reporter:
-    """Args:
-    folder: run folder, or ``None`` to print only.
-    stream: where lines for people go.
-    clock: tells how long steps take with what lies between them, as validation.
+    """Writes records to the run ``folder`` (``None``: none), and lines for people to ``stream``.
+
+    Args:
+        clock: tells how long steps take with what lies between them, as validation.
     """
 
     def __init__(self, folder: Path | None, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:

@@ -21,9 +21,11 @@ class NoRunFolder(SeamlessError):
 
 
 def load_recording(run: Path) -> Recording:
-    """Raises:
-    NoRunFolder: there is no recording.
-    FlightFormatError: the recording is broken, or of a later version.
+    """Read the events that a run has recorded.
+
+    Raises:
+        NoRunFolder: there is no recording.
+        FlightFormatError: the recording is broken, or of a later version.
     """
     if not (run / FLIGHT).is_dir():
         steps = (run / STEPS).exists()
@@ -32,7 +34,9 @@ def load_recording(run: Path) -> Recording:
 
 
 def load_digest(run: Path, *, running: bool = False) -> RunDigest:
-    """Args:
+    """Read a run folder and work out what its report shows.
+
+    Args:
         running: whether the process of the run lives.
 
     Raises:

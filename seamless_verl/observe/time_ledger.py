@@ -23,7 +23,7 @@ STRAGGLER_SHARE = 0.1
 
 
 class Category(str, Enum):
-    """What a device-second was spent on (issue order; the last three are what is left beside the paper's eight)."""
+    """What a device-second was spent on, in the order in which reports list it."""
 
     TRAIN = "train"
     GENERATE = "generate"
@@ -120,8 +120,10 @@ class SliceSeconds:
 
 
 class Ledger:
-    """Args:
-    sink: is given every stretch as it closes, in order of time per slice; ``None`` where only totals are wanted.
+    """Books the device-seconds of every slice by category.
+
+    Args:
+        sink: is given every stretch as it closes, in order of time per slice; ``None`` where only totals are wanted.
     """
 
     def __init__(self, sink: Callable[[Stretch], None] | None = None) -> None:

@@ -69,10 +69,7 @@ IMPORTED = (
 
 
 def trainer_environment(config: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that verl sets before it starts Ray, which it hands on to all workers itself, and one of the sweep's.
-
-    `PYTHONHASHSEED` counts from a process's start, hence the environment of the trainer's process and not the process.
-    """
+    """Variables that verl sets before it starts Ray, which hands them to all workers, and one of the sweep's."""
     environment = {}
     deciding = [_ROLLOUT, *([f"{_REWARD}.rollout"] if value_of(config, f"{_REWARD}.enable", False) else [])]
     if any(value_of(config, f"{section}.full_determinism", False) for section in deciding):

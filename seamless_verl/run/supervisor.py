@@ -200,9 +200,11 @@ def _start_nursery(folder: Path, run_dir: Path, env: Mapping[str, str], imported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """Attributes:
-    shared: shared-memory files that the run's processes had in use.
-    survivors: processes that did not end, e.g. in uninterruptible sleep on a dead disk.
+    """What a sweep found.
+
+    Attributes:
+        shared: shared-memory files that the run's processes had in use.
+        survivors: processes that did not end, e.g. in uninterruptible sleep on a dead disk.
     """
 
     shared: set[str]

@@ -80,8 +80,10 @@ class Tried:
 def add_arguments(
     command: argparse.ArgumentParser, *, vllm_parser: Callable[[str | None, str | None], ParserOf]
 ) -> None:
-    """Args:
-    vllm_parser: vLLM's parsers of tool calls and reasoning by their names; only the composition root may know vLLM.
+    """Add the options of this command to a parser.
+
+    Args:
+        vllm_parser: vLLM's parsers of tool calls and reasoning by their names; only the composition root may know vLLM.
     """
     add = command.add_argument
     add("recipe", metavar="RECIPE", help="a recipe of yours or ours, as in +recipe=RECIPE")

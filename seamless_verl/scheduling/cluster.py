@@ -22,8 +22,8 @@ from seamless_verl.scheduling.slices import (
     Tag,
 )
 
-_KEPT = 0.97  # of what is known, at each further request
-_ALIKE = 1.25  # ratio of speeds up to which slices count as alike: measuring errs by some percent
+_SPEED_DECAY = 0.97  # at each further request
+_ALIKE_RATIO = 1.25  # of speeds that may be the same: measuring errs by some percent
 
 
 def balance(slice_: Slice) -> float:
@@ -82,7 +82,7 @@ class Roofline:
         else:
             self._total -= _ratio(before)
         sums = before or (0.0, 0.0)
-        self._measured[slice_id] = sums = (_KEPT * sums[0] + expected_s, _KEPT * sums[1] + took_s)
+        self._measured[slice_id] = sums = (_SPEED_DECAY * sums[0] + expected_s, _SPEED_DECAY * sums[1] + took_s)
         self._total += _ratio(sums)
 
     def speed(self, slice_id: SliceId) -> float:
@@ -97,7 +97,7 @@ class Roofline:
             ranked = sorted(self._slices, key=lambda name: (self.speed(name), name))
             self._kinds = {}
             while ranked:
-                fastest = _ALIKE * self.speed(ranked[0])
+                fastest = _ALIKE_RATIO * self.speed(ranked[0])
                 alike = [name for name in ranked if self.speed(name) <= fastest]
                 mean = sum(self.speed(name) for name in alike) / len(alike)
                 self._kinds.update(dict.fromkeys(alike, mean))

@@ -12,8 +12,8 @@ from seamless_verl.scheduling.commands import Decision, Proposal, Verb
 from seamless_verl.scheduling.events import AcquireRequested, Event, Released, SliceReady, SliceWaking, StepEnded
 from seamless_verl.scheduling.slices import Switch, Tag
 
-_REMEMBERED = 10  # idle times of each kind
-_AGAIN = 16  # idle times without a loan before the first one that is tried again; twice as many before each next
+_IDLE_WINDOW = 10  # times, of each kind
+_RETRY_AFTER = 16  # idle times without a loan before the first one that is tried again; twice as many before each next
 
 
 class Policy(Protocol):
@@ -58,8 +58,8 @@ class _FixedRule:
 
 
 class SeamlessFlow(_FixedRule):
-    """The paper's rule: lends every idle slice as soon as it is released, takes it back when the trainer's first groups
-    are ready."""
+    """The rule of SeamlessFlow (arXiv 2508.11553): lends every idle slice as soon as it is released, takes it back when
+    the trainer's first groups are ready."""
 
     def _when_due(self, cluster: Cluster, waiting: Pending) -> tuple[Verb, str]:
         return Verb.RECLAIM, f"{cluster.ready} of {waiting.event.minimum} groups are ready"
@@ -80,8 +80,8 @@ class Greedy(SeamlessFlow):
         self._step_over = False
         self._idle_since: float | None = None  # of the gang, until groups are ready for it
         self._is_between = False  # whether it idles between steps
-        self._idle_s = {between: deque[float](maxlen=_REMEMBERED) for between in (True, False)}
-        self._held, self._patience = 0, _AGAIN  # idle times in a row without a loan, and how many there may be
+        self._idle_s = {between: deque[float](maxlen=_IDLE_WINDOW) for between in (True, False)}
+        self._held, self._patience = 0, _RETRY_AFTER  # idle times in a row without a loan, and how many there may be
 
     def observe(self, event: Event, cluster: Cluster) -> None:
         match event:
@@ -111,7 +111,7 @@ class Greedy(SeamlessFlow):
         usual_s, there_and_back_s = statistics.fmean(idle_s), sum(cost or 0.0 for cost in costs)
         told = f"slices idle for {usual_s:.2f} s, changing hands twice takes {there_and_back_s:.2f} s"
         if usual_s > there_and_back_s:
-            self._held, self._patience = 0, _AGAIN
+            self._held, self._patience = 0, _RETRY_AFTER
             return Verb.LEND, "idle"
         if self._held >= self._patience:
             self._held, self._patience = 0, 2 * self._patience

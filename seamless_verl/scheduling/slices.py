@@ -313,7 +313,7 @@ class SliceStatus:
         self.costs.begin(self.slice.id, Switch.TO_TRAIN, at)
 
     def drained(self, at: float) -> int | None:
-        """Returns: the decision that had lent it."""
+        """It has left rollout; returns the decision that had lent it."""
         end = self.costs.end if self.state is SliceState.DRAINING else self.costs.abandon
         self._move(Move.DRAINED, at, "SliceDrained")
         end(self.slice.id, at)
@@ -335,7 +335,7 @@ class SliceStatus:
     # ---------------------------------------------------------------- deaths and returns
 
     def lose(self, at: float, lost: frozenset[Tag], reason: str, *, restartable: bool) -> int | None:
-        """Returns: the decision that had lent it."""
+        """It can no longer do what ``lost`` says; returns the decision that had lent it."""
         usable = self.usable - lost
         whole = Tag.TRAIN in lost or not usable
         self.failed_wakes += self.state is SliceState.WAKING

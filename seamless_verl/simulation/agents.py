@@ -228,7 +228,7 @@ class Group:
         reserved: weight version it was admitted with.
         submitted: seconds.
         running: attempts that have not ended.
-        stopped: nobody wants it any more.
+        stopped: it was given up.
     """
 
     number: int
@@ -253,15 +253,17 @@ class Group:
 
     @property
     def version(self) -> int:
-        """Of the oldest first token."""
+        """Version of the oldest first token."""
         return min(a.version for a in self.attempts if a.version is not None)
 
 
 class Agents:
-    """Args:
-    submit: places requests on the fleet; withdraw: takes one off it.
-    on_session: an attempt has ended, or was given up with its group.
-    on_group: all attempts of a group have ended.
+    """Plays all attempts: each asks, runs its tools, and asks again until it ends.
+
+    Args:
+        submit: places requests on the fleet; withdraw: takes one off it.
+        on_session: an attempt has ended, or was given up with its group.
+        on_group: all attempts of a group have ended.
     """
 
     def __init__(
@@ -303,7 +305,7 @@ class Agents:
         self._submit(requests)
 
     def stop(self, group: Group) -> None:
-        """Nobody wants it any more; what its tools return is not looked at."""
+        """Give ``group`` up; what its tools return is not looked at."""
         group.stopped = True
         for attempt in group.attempts:
             request, attempt.request = attempt.request, None

@@ -32,9 +32,11 @@ Process: TypeAlias = Generator[float | Signal, None, Any]
 
 
 class Clock:
-    """Attributes:
-    now: seconds since the start of the run.
-    events: callbacks run so far.
+    """Virtual time: callbacks and processes run in the order of their times.
+
+    Attributes:
+        now: seconds since the start of the run.
+        events: callbacks run so far.
     """
 
     def __init__(self) -> None:

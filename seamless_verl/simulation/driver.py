@@ -25,10 +25,12 @@ from seamless_verl.staleness.synchronisation import synchronisation_of
 
 
 class Driver:
-    """Args:
-    handle: of the scheduler, or of the recorder in front of it.
-    cluster: the scheduler's state, to be read.
-    weights: how serving slices take new ones.
+    """Carries out the scheduler's commands on the fleet.
+
+    Args:
+        handle: of the scheduler, or of the recorder in front of it.
+        cluster: the scheduler's state, to be read.
+        weights: how serving slices take new ones.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class Driver:
             self._clock.after(0.0, self._settle)
 
     def _settle(self) -> None:
-        """Whoever became ready at this moment is ready: place what waits, even out what runs."""
+        """All slices that became ready at this moment are ready: place what waits, even out what runs."""
         self._settling = False
         self._fleet.even_out()
 

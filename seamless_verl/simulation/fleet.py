@@ -45,7 +45,7 @@ class Unit:
         self._use, self._since = use, self._clock.now
 
     def pause(self, *, keep: bool) -> None:
-        """It stands still to take newer weights, until `serve`; requests that come wait here.
+        """The slice stands still to take newer weights, until `serve`; requests that come wait here.
 
         Args:
             keep: those that run go on with the cache that they have.
@@ -71,12 +71,14 @@ class Unit:
 
 
 class Fleet:
-    """Args:
-    router: places and moves requests, by the rules of a live run.
-    rebalance: running requests move to replicas that join, as far as that pays.
-    is_long: whether a request will probably last longer than slices are lent.
-    lowest_version: of the weights that a request may run on (`PendingRequest.version`).
-    started, stopped: told of every request that a slice gets, and loses (whether it was finished).
+    """All replicas, and the router in front of them.
+
+    Args:
+        router: places and moves requests, by the rules of a live run.
+        rebalance: running requests move to replicas that join, as far as that pays.
+        is_long: whether a request will probably last longer than slices are lent.
+        lowest_version: of the weights that a request may run on (`PendingRequest.version`).
+        started, stopped: told of every request that a slice gets, and loses (whether it was finished).
     """
 
     def __init__(
@@ -305,7 +307,7 @@ class Fleet:
         self._migrate()
 
     def versions(self) -> list[int]:
-        """Of the slices that serve."""
+        """Versions of the slices that serve."""
         return [unit.replica.version for unit in self.units.values() if unit.accepting]
 
     def wanted(self) -> int | None:

@@ -72,7 +72,7 @@ class FluidLimit:
 
 
 def sample(scenario: Scenario) -> WorkSample:
-    """With a seed of its own: the limit belongs to the setting, not to a run."""
+    """Draw trajectories with a seed of their own: the limit belongs to the setting, not to a run."""
     rng, workload = random.Random(7919), copy(scenario.workload)
     groups = max(_GROUPS, 2 * scenario.batch)
     generated, tools, first, trained, weighted, prefilled = [], [], 0.0, 0.0, 0.0, 0.0
@@ -107,7 +107,7 @@ def sample(scenario: Scenario) -> WorkSample:
 
 
 def fluid_limit(scenario: Scenario, *, idle: float = 0.0) -> FluidLimit:
-    """Of the scenario's work on its slices, as its system may share them.
+    """The limit of the scenario's work on its slices, as its system may share them.
 
     Args:
         idle: share of the time that slices which are lent stand idle beside that; it shortens ``paid_s``'s loan.

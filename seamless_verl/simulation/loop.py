@@ -40,9 +40,11 @@ class StepRecord:
 
 
 class TrainLoop:
-    """Args:
-    lends_next: whether the gang is lent as soon as it is given back, known since the end of the step: the router is
-        told before weights are published, and the next step begins when the gang is awake (verl's ``on_step_end``).
+    """The trainer's steps, for every system.
+
+    Args:
+        lends_next: whether the gang is lent as soon as it is given back, known since the end of the step: the router is
+            told before weights are published, and the next step begins when the gang is awake (verl's ``on_step_end``).
     """
 
     def __init__(

@@ -259,8 +259,10 @@ def _workload(text: str) -> Any:
 
 
 def _check_figure(name: str, value: object, *, whole: bool) -> None:
-    """Raises:
-    ValueError: no number, a share that is none, or a length, a time or a spread that is not positive or far too large.
+    """Refuse a value that this figure cannot have.
+
+    Raises:
+        ValueError: no number, no share between 0 and 1, or a length, time or spread that is not positive or too large.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}: {value} is no number (in YAML 8e3 is text, write 8000)")

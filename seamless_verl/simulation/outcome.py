@@ -15,7 +15,7 @@ from seamless_verl.simulation.scenario import Scenario
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One setting.
+    """One setting and its figures.
 
     Attributes:
         label: what the user calls it.

@@ -141,8 +141,10 @@ def scenario(run: Published, fitted: Fitted, *, steps: int = 40, seed: int = 0) 
 
 
 def preset(name: str) -> Scenario:
-    """Raises:
-    ConfigError: unknown; names the nearest.
+    """The scenario of this name.
+
+    Raises:
+        ConfigError: unknown; names the nearest.
     """
     if name not in RUNS:
         raise ConfigError("--preset", name, "no such preset", meant(name, RUNS))

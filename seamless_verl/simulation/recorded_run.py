@@ -132,13 +132,12 @@ def from_recording(
     settings: Settings | None = None,
     saved_s: float = 0.0,
 ) -> Recorded:
-    """Args:
+    """Make a scenario of a recorded run; `NothingToReplay` where no complete step or no request was recorded.
+
+    Args:
         max_running: requests that an engine decodes at once.
         settings: None: a simulated run's, which its recording does not tell.
         saved_s: what a step would have trained longer, had rows not computed once what they share.
-
-    Raises:
-        NothingToReplay: no complete step or no request was recorded.
     """
     asked, (recording, which) = settings or Settings(), _one_process(recording)
     apart = union(_phases(recording, Phase.VALIDATE, Phase.CHECKPOINT))
@@ -186,7 +185,7 @@ def _training(
     batch: int,
     awaits_load: bool,
 ) -> TrainPhysics:
-    """Of a batch as it is replayed: sessions put together from requests may differ from the rows that were trained."""
+    """Costs that fit a batch as it is replayed: its sessions may differ from the rows that were trained."""
     tokens = sum(turn.prompt + turn.answer for group in groups for attempt in group for turn in attempt)
     gang = sum(pool.slices * pool.gpus for pool in pools if pool.trains)
     return TrainPhysics(
@@ -295,7 +294,7 @@ def _batches(recording: Recording, attempts: int) -> tuple[int, int]:
 
 
 def _steps(recording: Recording) -> list[tuple[float, float]]:
-    """Of each complete step from its beginning to that of the next: what lies between two is part of a run, too."""
+    """Each complete step, from its beginning to that of the next: what lies between two is part of a run, too."""
     began = {event.step: event.at for event in _all(recording, flight.StepBegan)}
     ended = {event.step: event.at for event in _all(recording, flight.StepEnded)}
     return [(began[step], began.get(step + 1, ended[step])) for step in sorted(began.keys() & ended.keys())]
@@ -392,5 +391,5 @@ def _switch_costs(recording: Recording, *, rolling: bool = False) -> tuple[Switc
 
 
 def _system_of(policy: str) -> str:
-    """Of a recorded policy; a simulated run names its system, one without a scheduler keeps its pools apart."""
+    """The system of a recorded run: a simulated one names it, one without a scheduler keeps its pools apart."""
     return policy if policy in REGIMES else "disaggregated"

@@ -53,8 +53,8 @@ class Work:
 
 
 def requests_of(recording: Recording, apart: Intervals) -> list[Request]:
-    """In the order in which they began (those of one moment in that of their events), without those that ended in
-    ``apart``."""
+    """Requests in the order in which they began (those of one moment in that of their events), without those that
+    ended in ``apart``."""
     owners = {
         event.fields["request"]: (event.fields["group"], event.fields["session"])
         for event in recording.events
@@ -136,7 +136,7 @@ def _usual(seconds: Sequence[float]) -> float:
 
 
 def _trajectory(requests: Sequence[Request], after_s: float) -> Trajectory:
-    """Of a session's requests, in their order; what was interrupted and went on is one turn.
+    """A session as its requests tell it, in their order; what was interrupted and went on is one turn.
 
     Args:
         after_s: what a session needs before its first request and after its last (its reward, its rows).
@@ -254,7 +254,7 @@ def fit_decode(requests: Sequence[Served]) -> DecodeCost:
 
 
 def fitted(cost: DecodeCost, requests: Sequence[Served]) -> DecodeCost:
-    """As much slower (or faster) as these requests were than the model says; the model where there are none."""
+    """The model, made slower or faster by as much as these requests were; as it is where there are none."""
     predicted = sum(request.tokens * cost.step_s(request.beside, request.kv_tokens) for request in requests)
     return slower(cost, sum(request.seconds for request in requests) / predicted) if predicted else cost
 
@@ -283,13 +283,13 @@ def _admitted(
 
 
 def serving_of(recording: Recording) -> dict[str, Intervals]:
-    """By address of its server, when a slice generated; nothing of slices whose states were not recorded."""
+    """When each slice generated, by the address of its server; slices whose states were not recorded are left out."""
     address = {e.slice: e.address or e.slice for e in recording.events if isinstance(e, flight.SliceAdded)}
     return {address[name]: spans for name, spans in spans_of(recording, SliceState.ROLLOUT).items()}
 
 
 def spans_of(recording: Recording, state: SliceState) -> dict[str, list[tuple[float, float]]]:
-    """By slice, when it was in this state."""
+    """When each slice was in ``state``."""
     since: dict[str, tuple[SliceState, float]] = {}
     found: dict[str, list[tuple[float, float]]] = {}
 

@@ -37,7 +37,7 @@ class Feed(ABC):
 
     @abstractmethod
     def take(self, count: int) -> tuple[list[Group], list[Group]]:
-        """``count`` finished groups, and groups that are nobody's any more (to be stopped)."""
+        """``count`` finished groups, and groups that were given up (to be stopped)."""
 
     def to_discard(self, version: int) -> list[Group]:
         """Groups that the system gives up for their age, running or finished."""

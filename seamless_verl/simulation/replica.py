@@ -79,12 +79,13 @@ class Request:
 
 
 class Replica:
-    """Args:
-    on_finish: called with a request that has all its tokens.
-    account: charged for every second in which `advance` is called, i.e. while the slice has the rollout tag.
-    oldest_first: waiting requests are served in the order of their age, and a full cache preempts the youngest; else
-        they are served as they came, and who was admitted last is preempted (vLLM's scheduling policies ``priority``
-        and ``fcfs``).
+    """One inference engine with continuous batching.
+
+    Args:
+        on_finish: called with a request that has all its tokens.
+        account: charged for every second in which `advance` is called, i.e. while the slice has the rollout tag.
+        oldest_first: waiting requests are served in the order of their age, and a full cache preempts the youngest
+            (vLLM's ``priority``); else they are served as they came, and it preempts the one admitted last (``fcfs``).
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Replica:
     def close(self, *, keep: bool = False) -> None:
         """Stop serving. Running requests stay where they are; all is prefilled again later, unless their cache is kept.
 
-        What nobody runs is lost in either case: to a new request the cache of older weights is of no use.
+        Caches of sessions without a running request are lost in either case: a new request cannot use them.
         """
         self.advance()
         self._serving = False
@@ -343,11 +344,11 @@ class Replica:
                 return request
 
     def _runs(self, request: Request, number: int) -> bool:
-        """Whether it still does since the admission of that number."""
+        """Whether the request still runs under its admission of this ``number``."""
         return request.alive and request.number == number and request.replica is self
 
     def _park(self, request: Request) -> None:
-        """Its cache stays for the next turn, until somebody needs the room."""
+        """Keep the request's cache for its session's next turn, until another request needs the room."""
         tokens = request.context + request.tokens
         self._parked_tokens += tokens - self._parked.pop(request.owner, 0)
         self._parked[request.owner] = tokens

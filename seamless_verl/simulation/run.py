@@ -152,8 +152,10 @@ class Simulation:
         )
 
     def run(self) -> Result:
-        """Raises:
-        SeamlessError: nothing is left to happen before the last step ended; names what the scheduler waits for.
+        """Simulate until the last step has ended.
+
+        Raises:
+            SeamlessError: nothing is left to happen before the last step ended; names what the scheduler waits for.
         """
         scenario = self._scenario
         if self._record:
@@ -230,7 +232,7 @@ class Simulation:
 
     def _submit(self, requests: list[Request]) -> None:
         self.fleet.submit(requests)
-        self.driver.pull()  # somebody may need newer weights than anybody has
+        self.driver.pull()  # a request may need newer weights than any slice has
 
     def _is_long(self, request: Request) -> bool:
         attempt = request.owner
@@ -324,7 +326,7 @@ def _lowest_version(request: Request) -> int:
 
 
 def _patience(scenario: Scenario) -> Patience:
-    """That of a live run, but never so short that a transition as dear as the scenario's would count as a failure."""
+    """The patience of a live run, but never so short that a transition of the scenario's would count as a failure."""
     usual, costs, longest = Patience(), scenario.costs, 1.0 + 10.0 * scenario.costs.spread
     turns = _FOR_EVER if scenario.rolling else 1.0  # a slice that lags may serve for as long as its rule lets it
     return replace(

@@ -100,16 +100,18 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Attributes:
-    batch, mini_batch: groups per step and per local update.
-    attempts: trajectories per group.
-    eta: bound on staleness; for systems without a bound, the batches they keep in advance.
-    in_flight: batches under way, 1 to eta + 1 (`StalenessProtocol`); None: eta + 1.
-    warm: first steps that the figures leave out (the pipeline fills).
-    router: ``seamless.router``; None: as the system does by itself. Published systems keep their own rule, and take
-        from it only the order in which engines serve.
-    scheduler: settings of the policy; its name is that of the system.
-    weights: how replicas take new weights (``seamless.weights``).
+    """What is simulated: the system, its devices, its work, and what each thing costs.
+
+    Attributes:
+        batch, mini_batch: groups per step and per local update.
+        attempts: trajectories per group.
+        eta: bound on staleness; for systems without a bound, the batches they keep in advance.
+        in_flight: batches under way, 1 to eta + 1 (`StalenessProtocol`); None: eta + 1.
+        warm: first steps that the figures leave out (the pipeline fills).
+        router: ``seamless.router``; None: as the system does by itself. Published systems keep their own rule, and take
+            from it only the order in which engines serve.
+        scheduler: settings of the policy; its name is that of the system.
+        weights: how replicas take new weights (``seamless.weights``).
     """
 
     system: str

@@ -21,7 +21,7 @@ from seamless_verl.staleness.routing import ReplicaLoad
 # Tokens that a conversation generates before the newcomer is taken back: two turns of an agent, or twenty seconds of an
 # answer. More would move more of them; how long a loan lasts is not known where requests are routed.
 _STAY_TOKENS = 1024
-_THERE_AND_BACK = 2
+_PREFILLS_PER_MOVE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class MovePrice:
         return cls(prefill_steps=prefill_s_per_token / read_s, request_tokens=decode.per_request_s / read_s)
 
     def told_by(self, pace: EnginePace | None) -> MovePrice:
-        """By a replica's own steps, where they are known; else this one."""
+        """The price by a replica's own ``pace``, where that is known; else this one."""
         return self if pace is None else MovePrice.of(pace.decode, pace.prefill_s_per_token)
 
     def pays(self, context: float, here: float, there: float, to_come: float = _STAY_TOKENS) -> bool:
@@ -55,7 +55,7 @@ class MovePrice:
             to_come: tokens that it will generate there.
         """
         gained = to_come * (here - there) * (context + self.request_tokens)
-        return gained > _THERE_AND_BACK * self.prefill_steps * context * (there + 1)
+        return gained > _PREFILLS_PER_MOVE * self.prefill_steps * context * (there + 1)
 
 
 class Newcomers:
@@ -75,7 +75,7 @@ class Newcomers:
         return bool(self._joined)
 
     def joined(self, replicas: Iterable[str]) -> None:
-        """They serve now, with empty caches."""
+        """``replicas`` serve now, with empty caches."""
         self._joined.update(replicas)
 
     def left(self, replicas: Iterable[str]) -> None:
@@ -85,11 +85,11 @@ class Newcomers:
         self._on = Counter(self._seen.values())
 
     def emptied(self, replicas: Iterable[str]) -> None:
-        """These took new weights by themselves, and all others do: nobody among them is a newcomer any more."""
+        """``replicas`` took new weights one by one, as all others do: none of them is a newcomer any more."""
         self.left(self._joined.intersection(replicas))
 
     def caches_lost(self) -> None:
-        """Of all replicas: nobody has anything to lose by moving, so there are no newcomers."""
+        """All replicas lost their caches: no conversation loses anything by moving, so there are no newcomers."""
         self._joined.clear()
         self._seen.clear()
         self._on.clear()
@@ -115,7 +115,7 @@ class Newcomers:
         return home
 
     def placed(self, conversation: object, replica: str) -> None:
-        """It asks, and is served there."""
+        """``conversation`` asks, and ``replica`` serves it."""
         if not self._joined:
             return
         before = self._seen.get(conversation)

@@ -24,9 +24,9 @@ from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import Hold, LeastRequests, PendingRequest, ReplicaLoad, Route
 
 # Of a cache, what sessions may keep: the rest takes what they add until they ask again, and what ended ones left.
-_KEPT = 0.9
-_REMEMBERED = 10_000
-_TWICE = 2  # its own context, and that of whoever loses his cache to it
+_KEPT_SHARE = 0.9
+_MOST_REMEMBERED = 10_000
+_PREFILLS_PER_TURN = 2  # its own, and one of the session that loses its cache to it
 
 
 class CacheAware:
@@ -67,13 +67,13 @@ class CacheAware:
             return True  # whatever the sessions do that keep their caches there
         if load.waiting or load.running >= load.max_running:
             return False
-        return load.kept + tokens <= _KEPT * load.cache_tokens or self._gains_by_thrashing(load, tokens)
+        return load.kept + tokens <= _KEPT_SHARE * load.cache_tokens or self._gains_by_thrashing(load, tokens)
 
     def _gains_by_thrashing(self, load: ReplicaLoad, tokens: int) -> bool:
         """Whether one more request yields more tokens per second, although contexts are computed again for it."""
         pace = load.pace or self._pace
         step_s = pace.decode.step_s(load.running + 1, load.kv_tokens + tokens)
-        turn_s = pace.turn_tokens * step_s + _TWICE * tokens * pace.prefill_s_per_token
+        turn_s = pace.turn_tokens * step_s + _PREFILLS_PER_TURN * tokens * pace.prefill_s_per_token
         now = pace.decode.throughput(load.running, load.kv_tokens)
         return (load.running + 1) * pace.turn_tokens > now * turn_s
 
@@ -94,7 +94,7 @@ class Residents:
     def __init__(self) -> None:
         self._places: dict[Hashable, tuple[str, int]] = {}  # session -> replica, tokens of its context
         # Session or group -> where its prefix was computed last; what is forgotten costs a prefill.
-        self._last: LRUCache[Hashable, str] = LRUCache(maxsize=_REMEMBERED)
+        self._last: LRUCache[Hashable, str] = LRUCache(maxsize=_MOST_REMEMBERED)
         self._tokens: Counter[str] = Counter()
         self._began: dict[Hashable, int] = {}
         self._sessions = 0
@@ -124,8 +124,8 @@ class Residents:
             runs: whether a session has a request in flight.
 
         Returns:
-            Who loses his place there since not all fit any more: of those without requests the youngest. It may be the
-            one that asks.
+            Sessions that lose their places there, since not all fit any more: the youngest without requests. The one
+            that asks may be among them.
         """
         if session not in self._places:
             return []
@@ -137,14 +137,14 @@ class Residents:
         idle = [other for other, (replica, _) in self._places.items() if replica == place and not runs(other)]
         lost = []
         for other in sorted(idle, key=self.began, reverse=True):
-            if self._tokens[place] <= _KEPT * cache_tokens:
+            if self._tokens[place] <= _KEPT_SHARE * cache_tokens:
                 break
             self.displaced(other)
             lost.append(other)
         return lost
 
     def placed(self, session: Hashable, group: Hashable, replica: str, tokens: int) -> None:
-        """It is served there, and keeps its cache."""
+        """``replica`` serves ``session``, and keeps its cache."""
         self.displaced(session)
         self.began(session)
         self._places[session] = (replica, tokens)
@@ -154,7 +154,7 @@ class Residents:
             self._last[group] = replica
 
     def over(self, sessions: Iterable[Hashable]) -> None:
-        """They have ended."""
+        """``sessions`` have ended."""
         for session in sessions:
             self.displaced(session)
             self._began.pop(session, None)
@@ -169,17 +169,17 @@ class Residents:
             del self._last[name]
 
     def caches_lost(self) -> None:
-        """Of all replicas."""
+        """All replicas lost their caches."""
         self._places.clear()
         self._last.clear()
         self._tokens.clear()
 
     def moved(self, session: Hashable) -> None:
-        """It gives way to others, at the price of its prefix, and must not be sent back to it."""
+        """``session`` gives way to others, at the price of its prefix, and must not be sent back to it."""
         self.displaced(session)
         self._last[session] = ""
 
     def displaced(self, session: Hashable) -> None:
-        """It has no place any more, if it had one."""
+        """``session`` has no place any more, if it had one."""
         place, tokens = self._places.pop(session, ("", 0))
         self._tokens[place] -= tokens

@@ -2,7 +2,7 @@
 die with a rollout worker and begin again.
 
 Waiting for stragglers is unbiased. Starting one anew lets a finished group of a later step take its place, and cutting
-it short finishes it at once (StaleFlow's proactive filter, section 2.1); both favour short answers, so neither happens
+it short finishes it at once (StaleFlow's proactive filter); both favour short answers, so neither happens
 unless it was asked for.
 
     issue ─► under way ─► ended                      a group is under way in one worker at a time
@@ -93,8 +93,8 @@ class GroupProgress:
 
 
 class Treatment(Enum):
-    """What a straggler gets: nothing; a new start from its prompt (`StalenessProtocol.abort`, and reserved again); an
-    end where its generations are, after which it finishes as any other group."""
+    """What is done about a straggler: nothing; it starts anew from its prompt (`StalenessProtocol.abort`, and reserved
+    again); it ends where its generations are, and finishes as any other group."""
 
     WAIT = "wait"
     RETRY = "retry"

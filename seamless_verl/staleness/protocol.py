@@ -1,4 +1,4 @@
-"""The reserve / occupy / consume protocol of StaleFlow (section 2.1 of the specification): staleness as a capacity.
+"""The reserve / occupy / consume protocol of StaleFlow (arXiv 2601.12784): staleness as a capacity.
 
     version  v            v+1          …   v+eta          one buffer per coming training step, B groups each
            ┌────────────┬────────────┬───┬────────────┐
@@ -76,8 +76,8 @@ class Consumption:
 
     Attributes:
         groups: the mini-batch.
-        surplus: groups of batch redundancy that no later step may use; their slots are gone already. Whoever generates
-            them should stop. Always empty when ``redundancy`` is 1: nothing is discarded to keep the bound.
+        surplus: groups of batch redundancy that no later step may use; their slots are gone already, and their
+            generations should stop. Always empty when ``redundancy`` is 1: nothing is discarded to keep the bound.
     """
 
     groups: tuple[ConsumedGroup, ...]
@@ -156,10 +156,6 @@ class StalenessProtocol:
         held = self.num_in_flight + self._buffers[0].taken
         return max(0, min(free, math.ceil(self.in_flight * self._slots) - held))
 
-    def buffer_states(self) -> dict[int, BufferState]:
-        """State per V_buf, earliest first."""
-        return {buffer.version: buffer.state for buffer in self._buffers}
-
     def groups(self) -> Iterator[tuple[str, EntryState]]:
         """Every group in flight."""
         for group, entry in self._entries.items():
@@ -184,7 +180,7 @@ class StalenessProtocol:
             yield group
 
     def state_of(self, group: str) -> EntryState | None:
-        """``None``: unknown, aborted or consumed."""
+        """Where a group stands; ``None``: it is unknown, aborted or consumed."""
         entry = self._entries.get(group)
         return entry.state if entry else None
 
@@ -302,7 +298,7 @@ class StalenessProtocol:
     def _repair(self, hole: StalenessBuffer) -> StalenessBuffer:
         """Move the free slot of ``hole`` as early as it goes, by moving reservations later, and return where it is.
 
-        The paper moves one reservation, into the slot that the finished group had. Here the earliest free slot is the
+        StaleFlow moves one reservation, into the slot that the finished group had. Here the earliest free slot is the
         target and the step repeats, so that no legal swap of a finished group with an earlier reservation remains.
         """
         for earlier in self._buffers:

@@ -13,12 +13,14 @@ from seamless_verl.staleness.routing import LeastRequests, MarginalGain, Migrati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """Attributes:
-    policy: places requests; each decision sees the load of those before it.
-    cost: model of a decode step; what `policy` and `migration` reckon with.
-    migration: when replicas give requests back; None: never.
-    price: of leaving a replica that has the context in its cache.
-    oldest_first: engines serve waiting requests of the oldest session first; else as they came.
+    """What ``seamless.router`` asks for, as objects.
+
+    Attributes:
+        policy: places requests; each decision sees the load of those before it.
+        cost: model of a decode step; what `policy` and `migration` reckon with.
+        migration: when replicas give requests back; None: never.
+        price: of leaving a replica that has the context in its cache.
+        oldest_first: engines serve waiting requests of the oldest session first; else as they came.
     """
 
     policy: LeastRequests | MarginalGain | CacheAware

@@ -1,12 +1,12 @@
-"""Which rollout replica takes newer weights, and when (StaleFlow's synchronisation strategy, section 2.4).
+"""Which rollout replica takes newer weights, and when (synchronisation of StaleFlow, arXiv 2601.12784).
 
-    nobody has what a request needs ─┐
+    no replica has what is wanted   ─┐
     no weights at all                ├─► pull the newest, as long as fewer than ``at_once`` do
     it lags too far                  │
     it idles, or nearly              ┘
 
-Invariant: while a replica is behind and nobody pulls, `Rolling` either names somebody, or every replica that is behind
-is busy, lags less than ``max_lag`` and is good enough for every request there is. Whose pulls fail comes last. So no
+Invariant: while a replica is behind and none pulls, `Rolling` either names one, or every replica that is behind is
+busy, lags less than ``max_lag`` and may serve every request there is. A replica whose pulls fail comes last. So no
 request waits for ever while one replica can still pull.
 """
 
@@ -59,16 +59,16 @@ class Synchronisation(Protocol):
         """Pulls to begin now.
 
         Asked whenever weights were published, a pull has ended, well or not, a replica came, went or ran dry, or a
-        request found nobody.
+        request found no replica.
 
         Args:
             newest: version that was published last.
-            wanted: highest version that a request waits for and nobody has; None: there is no such request.
+            wanted: highest version that a request waits for and no replica has; None: there is no such request.
         """
 
 
 class Together:
-    """Everybody who is behind pulls at once; nobody generates meanwhile."""
+    """All replicas that are behind pull at once; none generates meanwhile."""
 
     def pulls(self, newest: int, replicas: Sequence[ReplicaWeights], wanted: int | None) -> list[Pull]:
         return [Pull(replica=each.replica, at_least=newest, reason="all at once") for each in _behind(newest, replicas)]

@@ -85,7 +85,7 @@ class Generation:
 
 
 class PartialGeneration:
-    """One answer generated in several attempts, because weights changed or a replica was needed elsewhere::
+    """One answer generated in several attempts, because weights changed or a replica was needed elsewhere.
 
         sampling() ──▶ attempt ──add──▶ interrupted: its tokens are kept, sampling() asks for the rest
                             │        └▶ complete:    generation()

@@ -253,7 +253,7 @@ def _difference(known: MessageKey, sent: MessageKey) -> set[DriftReason] | None:
     if known == sent:
         return set()
     if sent.reasoning and sent.reasoning != known.reasoning and not sent.may_have_lost(known):
-        return None  # somebody else's thoughts
+        return None  # the reasoning of another answer
     pairs = (
         (DriftReason.CONTENT_WHITESPACE, known.content, sent.content),
         (DriftReason.ARGUMENTS_RESPELLED, known.arguments, sent.arguments),

@@ -79,7 +79,7 @@ class Message:
 
     @property
     def num_chars(self) -> int:
-        """Of what the model said, or was told: text, reasoning, arguments of calls."""
+        """Characters of what the model said, or was told: text, reasoning, arguments of calls."""
         return len(self.content) + len(self.reasoning) + sum(len(call.arguments) for call in self.tool_calls)
 
     @property

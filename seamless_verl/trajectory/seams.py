@@ -1,4 +1,4 @@
-"""Which weights made which token, where weights change under requests that go on::
+"""Which weights made which token, where weights change under requests that go on.
 
     request  ──── 40 tokens of version 3 ────┤cut├──── 25 of version 4 ────┤cut├── 7 of version 5 ──► ended
 

@@ -37,8 +37,10 @@ class _Shares:
 
     @classmethod
     def of(cls, changes: Iterable[tuple[float, int, int]]) -> _Shares:
-        """Args:
-        changes: ``(when, change of idle devices, change of attempts under way)``.
+        """Add the changes up.
+
+        Args:
+            changes: ``(when, change of idle devices, change of attempts under way)``.
         """
         moments, grown, rates = [0.0], [0.0], [0.0]
         idle = attempts = 0

@@ -89,7 +89,9 @@ def _number(step: int | None) -> int:
 
 
 def opened(folders: Sequence[Path], name: str, schema: str, version: int) -> tuple[Path, sqlite3.Connection]:
-    """Args:
+    """Open the index in the first of some folders that takes it.
+
+    Args:
         folders: where it may lie, the best first.
         schema: makes its tables, and notes the version.
 

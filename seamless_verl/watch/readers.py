@@ -145,8 +145,10 @@ def ended_attempts(lines: Lines, offset_s: float) -> Iterator[AttemptFacts]:
 
 
 def _ended(record: dict[str, Any], offset_s: float) -> AttemptFacts:
-    """Raises:
-    KeyError, TypeError, ValueError, AttributeError: it is not as the recorder writes it.
+    """Facts of an attempt, from the event that ended it.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is not as the recorder writes it.
     """
     ended = float(record["at"]) + offset_s
     index, given_up = int(record.get("index", -1)), record["event"] == "SessionGivenUp"

@@ -12,7 +12,9 @@ from seamless_verl.watch.run_places import Place
 
 
 class RunText:
-    """Args:
+    """Turns tokens of a run into text, where there is a tokenizer.
+
+    Args:
         given: folder given by the user; ``None``: the run's own.
 
     Attributes:

@@ -269,8 +269,10 @@ class Said:
 
 
 def of_rows(rows: Sequence[Row], ordinals: Mapping[str, int]) -> list[Said]:
-    """Args:
-    ordinals: of each answer, by its id.
+    """What an attempt's rows say, with the places of the answers in them.
+
+    Args:
+        ordinals: of each answer, by its id.
     """
     return [
         Said(
@@ -291,7 +293,9 @@ def ordinals_of(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def parted(attempts: Sequence[tuple[str, Sequence[Said]]], decode: Callable[[Any], str], unit: str) -> dict[str, Any]:
-    """Args:
+    """Find where the attempts of a group part from the first of them.
+
+    Args:
         attempts: keys, and what is left of each; in the order of the group.
         decode: units to text.
         unit: ``token`` or ``character``.

@@ -26,9 +26,7 @@ _FIRST_PORT = 8660
 
 
 def add_arguments(command: argparse.ArgumentParser, *, is_alive: Callable[[Path], bool]) -> None:
-    """Args:
-    is_alive: whether the process of a run lives.
-    """
+    """Add the options of this command to a parser; ``is_alive`` says whether the process of a run lives."""
     command.add_argument(
         "folder",
         metavar="RUN | FOLDER",

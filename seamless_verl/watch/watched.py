@@ -57,9 +57,11 @@ class NotThere(SeamlessError):
 
 
 class Watched:
-    """Args:
-    tokenizer: folder given by the user; ``None``: the run's own.
-    is_alive: whether the process of a run lives.
+    """One place as the page asks for it.
+
+    Args:
+        tokenizer: folder given by the user; ``None``: the run's own.
+        is_alive: whether the process of a run lives.
     """
 
     def __init__(self, place: Place, tokenizer: Path | None, is_alive: Callable[[Path], bool]) -> None:
@@ -188,9 +190,7 @@ class Watched:
             }
 
     def groups(self, step: str, sort: str, flag: str, text: str, start: int) -> dict[str, Any]:
-        """Raises:
-        NotThere: no such order or flag.
-        """
+        """Groups of a step, one page of them; raises `NotThere` where there is no such order or flag."""
         if sort not in watched_groups.SORTS or (flag and flag not in watched_groups.FLAGS):
             raise NotThere(f"there is no order {sort!r}, or no mark {flag!r}")
         if step != watched_groups.NO_STEP and not step.isdecimal():

@@ -10,7 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 34
 _BAND, _BINS = 40.0, 28
-_MOST = 600  # points of a line, or columns: more than there are pixels for
+_MOST_POINTS = 600  # or columns: more than there are pixels for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ def lines(series: Sequence[Series], *, x_label: str, y_format: Callable[[float],
 def _thinned(one: Series) -> Series:
     """Of each stretch of a long line its lowest and its highest point."""
     num = len(one.points)
-    if num <= _MOST:
+    if num <= _MOST_POINTS:
         return one
-    stretch = math.ceil(2 * num / _MOST)
+    stretch = math.ceil(2 * num / _MOST_POINTS)
     kept = sorted(
         {
             pick(range(start, min(start + stretch, num)), key=lambda index: one.points[index][1])
@@ -151,7 +151,7 @@ def columns(
     they are too many, one is the mean of some."""
     if not stacks:
         return ""
-    some = math.ceil(len(stacks) / _MOST)
+    some = math.ceil(len(stacks) / _MOST_POINTS)
     if some > 1:
         stacks = [_mean(stacks[start : start + some]) for start in range(0, len(stacks), some)]
     ticks = _ticks(0.0, max(sum(amounts.values()) for _, amounts in stacks))

@@ -38,10 +38,12 @@ class Weight(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Attributes:
-    title: the fact, with its figure.
-    advice: what it means and what to do.
-    anchor: section of the page that shows it.
+    """A fact about a run that its user should act on.
+
+    Attributes:
+        title: the fact, with its figure.
+        advice: what it means and what to do.
+        anchor: section of the page that shows it.
     """
 
     weight: Weight
@@ -61,9 +63,7 @@ def findings(digest: RunDigest, also: Sequence[Finding] = ()) -> list[Finding]:
 
 
 def silent_attempts(sessions: Sequence[str]) -> list[Finding]:
-    """Args:
-    sessions: under way, without an answer for five minutes; journals tell them, not the recording.
-    """
+    """Tell of sessions under way without an answer for five minutes; journals know them, not the recording."""
     if not sessions:
         return []
     named = ", ".join(session[:8] for session in sessions[:5])

@@ -242,7 +242,7 @@ def _limits(settings: list[str]) -> Limits:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ConfigError("--limit", setting, "is no known limit", f"did you mean {near}=…?")
-        kind = float if known[name].type == "float" else int
+        kind = int if isinstance(known[name].default, int) else float
         try:
             values[name] = kind(text)
         except ValueError:
@@ -253,6 +253,4 @@ def _limits(settings: list[str]) -> Limits:
 
 
 def _limits_help() -> str:
-    told = (Limits.__doc__ or "").partition("Attributes:")[2].strip().splitlines()
-    defaults = {spec.name: spec.default for spec in fields(Limits)}
-    return "".join(f"  {line.strip()} Default: {defaults.get(line.strip().partition(':')[0])}\n" for line in told)
+    return "".join(f"  {spec.name}: {spec.metadata['help']} Default: {spec.default}\n" for spec in fields(Limits))

@@ -117,7 +117,8 @@ def _answers(bodies: Sequence[bytes]) -> Iterator[UnfinishedPart]:
 
 
 def _open(file: Path) -> sqlite3.Connection:
-    """
+    """Open a journal that another process has left.
+
     Raises:
         sqlite3.Error: it is not there, or no journal of this version.
     """

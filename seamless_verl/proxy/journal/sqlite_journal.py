@@ -44,20 +44,20 @@ CREATE TABLE IF NOT EXISTS unfinished (
     session_id TEXT, answer TEXT, start INTEGER, body BLOB, PRIMARY KEY (session_id, answer, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY, id TEXT UNIQUE, key_digest BLOB, summary BLOB);
 """
-_OPENED = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
-_APPENDED = "INSERT INTO turns (session_id, body) VALUES (?, ?)"
-_KEPT = "INSERT OR REPLACE INTO unfinished VALUES (?, ?, ?, ?)"
-_FINISHED = "DELETE FROM unfinished WHERE session_id = ? AND answer = ?"
-_PICTURED = "INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)"
-_UPDATED = "UPDATE sessions SET state = ?, rewards = ? WHERE id = ?"
-_BURIED = "INSERT OR IGNORE INTO gone (id, key_digest, summary) SELECT id, key_digest, ? FROM sessions WHERE id = ?"
-_FORGOTTEN = (
+_INSERT_SESSION = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
+_INSERT_TURN = "INSERT INTO turns (session_id, body) VALUES (?, ?)"
+_INSERT_UNFINISHED = "INSERT OR REPLACE INTO unfinished VALUES (?, ?, ?, ?)"
+_DELETE_UNFINISHED = "DELETE FROM unfinished WHERE session_id = ? AND answer = ?"
+_INSERT_IMAGE = "INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)"
+_UPDATE_SESSION = "UPDATE sessions SET state = ?, rewards = ? WHERE id = ?"
+_ADD_GONE = "INSERT OR IGNORE INTO gone (id, key_digest, summary) SELECT id, key_digest, ? FROM sessions WHERE id = ?"
+_DELETE_SESSION = (
     "DELETE FROM turns WHERE session_id = ?",
     "DELETE FROM images WHERE session_id = ?",
     "DELETE FROM unfinished WHERE session_id = ?",
     "DELETE FROM sessions WHERE id = ?",
 )
-_TRIMMED = "DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?"
+_TRIM_GONE = "DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?"
 
 _Statement = tuple[str, tuple[Any, ...]]
 _T = TypeVar("_T")
@@ -95,31 +95,31 @@ class SqliteJournal:
     async def opened(self, session: Session) -> None:
         spec = json.dumps(asdict(session.spec))
         values = (session.id, session.key_digest, session.opened_at, spec, session.state.value, _rewards(session))
-        await self._write([(_OPENED, values)])
+        await self._write([(_INSERT_SESSION, values)])
         for part in await self._earlier(session):
             session.unfinished.add(part)
 
     async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
-        statements: list[_Statement] = [(_APPENDED, (session_id, pack(*turn))) for turn in turns]
+        statements: list[_Statement] = [(_INSERT_TURN, (session_id, pack(*turn))) for turn in turns]
         written = self._unfinished.intersection((session_id, record.generation_id) for record, _, _ in turns)
-        await self._write([*statements, *((_FINISHED, which) for which in written)])
+        await self._write([*statements, *((_DELETE_UNFINISHED, which) for which in written)])
         self._unfinished -= written
 
     def kept(self, session_id: str, part: UnfinishedPart) -> None:
         self._unfinished.add((session_id, part.answer))
-        done = self._queue([(_KEPT, (session_id, part.answer, part.start, pack_part(part)))])
+        done = self._queue([(_INSERT_UNFINISHED, (session_id, part.answer, part.start, pack_part(part)))])
         done.add_done_callback(_tell_unwritten)
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
         ids = pack_ids(stored.token_ids).tobytes()
-        await self._write([(_PICTURED, (session_id, number, stored.digest, stored.placeholder, ids, stored.data))])
+        await self._write([(_INSERT_IMAGE, (session_id, number, stored.digest, stored.placeholder, ids, stored.data))])
 
     async def updated(self, session: Session) -> None:
-        await self._write([(_UPDATED, (session.state.value, _rewards(session), session.id))])
+        await self._write([(_UPDATE_SESSION, (session.state.value, _rewards(session), session.id))])
 
     async def forgotten(self, session_id: str, summary: bytes) -> None:
-        deletions = [(statement, (session_id,)) for statement in _FORGOTTEN]
-        await self._write([(_BURIED, (summary, session_id)), *deletions, (_TRIMMED, (NUM_TOMBSTONES,))])
+        deletions = [(statement, (session_id,)) for statement in _DELETE_SESSION]
+        await self._write([(_ADD_GONE, (summary, session_id)), *deletions, (_TRIM_GONE, (NUM_TOMBSTONES,))])
         self._unfinished = {which for which in self._unfinished if which[0] != session_id}
 
     async def summary(self, session_id: str) -> bytes:

@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from cachetools import LRUCache
@@ -110,7 +110,8 @@ class TokenizerRenderer:
         if self._backend is not None and (self._backend.truncation or self._backend.padding):
             # As whoever saved it called it last; transformers sets both anew at each call.
             self._backend = copy.deepcopy(self._backend)
-            self._backend.no_truncation(), self._backend.no_padding()
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self._words = WordCache.of(self._backend) if self._backend is not None else None
         self._template_args = dict(template_args or {})
         self._skip_special_tokens = not keep_special_tokens
@@ -118,7 +119,7 @@ class TokenizerRenderer:
         found = stop_token_ids if stop_token_ids is not None else ([] if eos is None else [eos])
         self._stop_token_ids = frozenset(int(token) for token in found)
         # Attempts at the same task begin with the same prompt, so one of a group pays for all.
-        self._prompts = TextCache(self._encode_prompt, factor=6, max_bytes=16 << 20)
+        self._encoded = TextCache(self._encode_array, factor=6, max_bytes=16 << 20)
         self._closings = TextCache(self._plain_closing, factor=1, max_bytes=1 << 20)
         self._tools = TextCache(_template_tools, factor=8, max_bytes=8 << 20)
         self._keeps_questions = TextCache(self._keeps_question, factor=1, max_bytes=8 << 20)
@@ -197,9 +198,9 @@ class TokenizerRenderer:
 
     def render_initial(self, messages: Sequence[Message], tools: Sequence[str]) -> Sequence[int]:
         """See :class:`seamless_verl.trajectory.matching.Renderer`."""
-        return self._with_images(self._prompts.get(self._text(messages, tools, add_generation_prompt=True)), messages)
+        return self._with_images(self._encoded.get(self._text(messages, tools, add_generation_prompt=True)), messages)
 
-    def _encode_prompt(self, text: str) -> array[int]:
+    def _encode_array(self, text: str) -> array[int]:
         return array("i", self.encode(text))
 
     def render_extension(
@@ -234,7 +235,7 @@ class TokenizerRenderer:
         more = self._unwritten(known_ids, tail_before.removesuffix(closing)) if behind else ""
         if more:
             return Rendering(token_ids=[*self.encode(more + closing), *added])
-        return self._join(known_ids, self._encode_closing(closing), list(added))
+        return self._join(known_ids, list(self._encoded.get(closing)), list(added))
 
     def _unwritten(self, known_ids: Sequence[int], behind: str) -> str:
         """What the agent wrote ``behind`` an answer, without the stop string that the model wrote itself.
@@ -287,10 +288,6 @@ class TokenizerRenderer:
             if list(known_ids[-length:]) == closing[:length]:
                 return Rendering(token_ids=closing[length:] + added)
         return Rendering(token_ids=closing + added)
-
-    @lru_cache(maxsize=64)  # noqa: B019 - a renderer lives as long as its process
-    def _encode_closing(self, text: str) -> list[int]:
-        return self.encode(text)
 
     def _closing(self, tail: str, tools: Sequence[str]) -> str:
         """The end of an assistant message, without the tool calls that ``tail`` may begin with."""

@@ -60,7 +60,8 @@ class FolderTokenizer:
 
         self.folder = folder
         self.backend_tokenizer: Tokenizer = Tokenizer.from_str(_text(folder / "tokenizer.json"))
-        self.backend_tokenizer.no_truncation(), self.backend_tokenizer.no_padding()  # of whoever saved it
+        self.backend_tokenizer.no_truncation()  # of whoever saved it
+        self.backend_tokenizer.no_padding()
         config = _json(folder / "tokenizer_config.json")
         self.clean_up_tokenization_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self._special = {name: _content(config[name]) for name in _SPECIAL if config.get(name) is not None}
@@ -101,8 +102,7 @@ class FolderTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        text: str = self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
         self,

@@ -193,7 +193,9 @@ class TrieEngineWithValueHead(_OnTries, fsdp.FSDPEngineWithValueHead):
 
 
 def refuse(engine: Any, model: Any, longest: int | None = None) -> None:
-    """Args:
+    """Refuse a model or an engine with which shared tokens would be computed wrong.
+
+    Args:
         engine: verl's FSDPEngineConfig.
         model: the Hugging Face configuration.
         longest: tokens that a row may have; None is not known, and attention looks at every row.
@@ -245,7 +247,10 @@ def _refuse(problems: Mapping[str, bool]) -> None:
 
 
 def check_attention(model: Any) -> None:
-    """Args: model: the Hugging Face configuration.
+    """Compare attention on this device with plain attention.
+
+    Args:
+        model: the Hugging Face configuration.
 
     Raises:
         ConfigError: attention on this device is not what plain attention gives.

@@ -205,8 +205,10 @@ class InterruptibleServer(vLLMHttpServer):
         self._without_token = count
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """Raises:
-        EngineNotStarted: with the engine's own words; verl hands on that its process ended, or ends with it.
+        """Start the engine as verl does.
+
+        Raises:
+            EngineNotStarted: with the engine's own words; verl hands on that its process ended, or ends with it.
         """
         try:
             await super().launch_server(*args, **kwargs)

@@ -222,10 +222,7 @@ class RollingWeights:
         return version
 
     def raise_broken(self) -> None:
-        """
-        Raises:
-            BaseException: what ended the thread; nobody takes new weights any more.
-        """
+        """Raise what ended the thread, if anything did: no replica takes new weights any more."""
         if self._broke is not None:
             raise self._broke
 

@@ -42,8 +42,10 @@ class Holder:
         return None if manifest is None else weight_store.encode(manifest)
 
     def content(self, file: str) -> Iterator[bytes]:
-        """Raises:
-        FileNotFoundError: that version was superseded.
+        """The bytes of a published file, in pieces.
+
+        Raises:
+            FileNotFoundError: that version was superseded.
         """
         memory = weight_store.map_file(file)
         for start in range(0, len(memory), _CHUNK):

@@ -34,11 +34,13 @@ def fails(error: BaseException) -> Future[Any]:
 
 
 class FakeRay:
-    """Attributes:
-    killed: servers, in order.
-    published: versions, in order.
-    made_room: workers of the trainer that did, in order.
-    nbytes: of a version.
+    """Ray's calls on futures of this process.
+
+    Attributes:
+        killed: servers, in order.
+        published: versions, in order.
+        made_room: workers of the trainer that did, in order.
+        nbytes: of a version.
     """
 
     def __init__(self) -> None:

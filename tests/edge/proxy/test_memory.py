@@ -163,7 +163,7 @@ def test_long_prompts_do_not_stay_for_ever() -> None:
     long = "long " * 400_000
     for number in range(40):
         renderer.render_initial([user(f"{number} {long}" if number < 2 else f"{number} {long[:400_000]}")], ())
-    assert renderer._prompts.num_bytes <= 64 << 20
+    assert renderer._encoded.num_bytes <= 64 << 20
     short = [user("short")]
     assert renderer.render_initial(short, ()) is renderer.render_initial(short, ())
 

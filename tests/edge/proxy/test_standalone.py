@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import sqlite3
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ import pytest
 
 from benchmarks.traffic import model_folder
 from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from tests.fakes import CHATML, small_tokenizer
@@ -321,11 +324,13 @@ def test_the_folders_tokenizer_is_transformers_own(tmp_path: Path, template: str
     assert (len(ours), ours.eos_token_id) == (len(theirs), theirs.eos_token_id)
 
 
-async def test_the_help_teaches() -> None:
+async def test_the_help_teaches_and_names_every_limit() -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "seamless_verl.cli", "proxy", "--help", stdout=asyncio.subprocess.PIPE
+        sys.executable, "-OO", "-m", "seamless_verl.cli", "proxy", "--help", stdout=asyncio.subprocess.PIPE
     )
     text = (await process.communicate())[0].decode()
     assert process.returncode == 0
     for word in ("vllm serve", "OPENAI_BASE_URL", "journal.sqlite", "max_in_flight", "--durable"):
         assert word in text
+    for name, default in asdict(Limits()).items():
+        assert re.search(rf"^  {name}: \w.* Default: {re.escape(str(default))}$", text, re.MULTILINE), name

@@ -295,7 +295,7 @@ def test_a_switch_is_no_failure_however_dear_it_is() -> None:
 
 
 def test_discarding_what_is_too_old_leaves_the_short_answers() -> None:
-    """ROLL's bucket beside the protocol that waits (StaleFlow, section 2)."""
+    """ROLL's bucket beside StaleFlow's protocol, which waits."""
     skewed = LogNormal(mean=1000, sigma=1.2, cap=8192)
 
     def trained_length(system: str) -> float:
