@@ -1,8 +1,8 @@
 """The token-in-token-out client under our trainer: resumes interrupted generations and keeps versions per token.
 
 verl's ``FullyAsyncLLMServerClient`` keeps the lowest and highest weight version of an answer and sleeps a second
-before each resumption. Here every attempt contributes a span ``(version, tokens)``, and an interrupted attempt goes
-straight back: the replica holds it until its weights are new.
+before each resumption. Here every call of a replica contributes a span ``(version, tokens)``, and what was interrupted
+goes straight back: the replica holds it until its weights are new.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
 
         ``begun`` and ``on_kept`` are those of a `GenerationRequest`.
         ``sampling_params`` is not changed. A budget is always told: verl's server would otherwise derive a fresh one
-        from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within an attempt
+        from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within a call
         only, as under verl's own client.
 
         Raises:
@@ -112,7 +112,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         refused = 0
         while not is_complete:
             num_kept = len(partial.token_ids)
-            output = await self._attempt(request_id, group, prompt_ids, partial, on_kept, **kwargs)
+            output = await self._call_replica(request_id, group, prompt_ids, partial, on_kept, **kwargs)
             if output is None:  # its replica died
                 is_complete = partial.break_off()
             else:
@@ -126,7 +126,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             await asyncio.sleep(_BACKOFFS_S[min(refused, len(_BACKOFFS_S) - 1)])
         return _output(merged, partial, request_log.newest(request_id))
 
-    async def _attempt(
+    async def _call_replica(
         self,
         request_id: str,
         group: str,
@@ -183,7 +183,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if call is not None:  # named before it is placed, so that a balancer may name it, too
             turn = super()._vllm_request_id(request_id)  # under full_determinism it is what it was given
             call.engine_name = turn if turn == request_id else name_of_turn(request_id, turn)
-            extra["attempt"] = call.engine_name
+            extra["engine_name"] = call.engine_name
             extra["worker"] = this_worker()
         floor = request_log.floor(request_id) if self._versions_differ else 0
         if floor:
@@ -282,14 +282,14 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
 
     @contextmanager
     def _freed(self, group: str, call: ReplicaCall) -> Iterator[None]:
-        """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
+        """Cancelling a call frees its replica, cutting its group ends it; verl leaves it generating for nobody."""
 
         def abort() -> None:
             if self._is_ours and call.server is not None and call.engine_name:
                 call.server.abort_request.remote(call.engine_name, reset_prefix_cache=False)
 
         try:
-            with cut_groups.attempt(group, abort):
+            with cut_groups.running(group, abort):
                 yield
         except asyncio.CancelledError:
             abort()
@@ -319,7 +319,7 @@ def _generation(output: TokenOutput) -> Generation:
 
 
 def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
-    """What of an attempt is not tokens; ``num_kept`` of its tokens were taken over."""
+    """What of a call is not tokens; ``num_kept`` of its tokens were taken over."""
     merged.stop_reason = output.stop_reason
     merged.num_preempted = (merged.num_preempted or 0) + (output.num_preempted or 0)
     merged.extra_fields["global_steps"] = output.extra_fields.get("global_steps")

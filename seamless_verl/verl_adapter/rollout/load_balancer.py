@@ -17,7 +17,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from cachetools import LRUCache
@@ -42,18 +42,32 @@ _ANY = "any"  # all requests on a replica count as one: it is busy while at leas
 _ASKED = {"engine_load": LOOK_EVERY_S, "pace": 10.0}  # what of a replica, and every how many seconds
 
 
-@dataclass(slots=True)
-class Attempt:
-    """A request that runs, or waits in its replica's queue; ``""`` is unknown.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a conversation, from when it asks for a replica until it ends there; ``""`` is unknown.
+
+    The conversation is what verl calls ``request_id``; the client sends the other fields under these names.
 
     Attributes:
-        name: what the replica calls it.
-        worker: the rollout worker that waits for it.
+        context_tokens: of the prompt; None: nobody said, then the conversation never leaves its replica.
+        engine_name: what the replica will call it; without it, it is never interrupted.
+        worker: the rollout worker that waits for it; without it, it keeps its place when that worker dies.
+        floor: oldest version that may serve it.
+        session: what the scheduler calls the conversation's session (`RequestLog.session_of`).
+        group: whose prompt it is; conversations of one group begin with the same tokens.
     """
 
-    name: str
-    tokens: int
-    worker: str
+    conversation: str
+    context_tokens: int | None = None
+    engine_name: str = ""
+    worker: str = ""
+    floor: int = 0
+    session: str = ""
+    group: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.context_tokens or 0
 
 
 class MeteredLoadBalancer(GlobalRequestLoadBalancer):
@@ -69,7 +83,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"full_determinism": self.full_determinism} | kwargs)
-        self._running: dict[tuple[str, str], list[Attempt]] = {}  # (replica, conversation), in order of arrival
+        self._running: dict[tuple[str, str], list[Request]] = {}  # (replica, conversation), in order of arrival
         self._kv: dict[str, int] = dict.fromkeys(self._inflight_requests, 0)
         self._cache_tokens: dict[str, int] = {}  # by replica, for as long as the run lasts; it may leave and come back
         self._prompts: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # first ones, tokens
@@ -139,67 +153,58 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._outlasting = outlasting
 
     def require_acquire_fields(self) -> list[str]:
-        return ["context_tokens", "attempt", "worker", "floor", "session"]
+        return [field.name for field in fields(Request) if field.name != "conversation"]
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
 
-    def acquire_server(
-        self,
-        request_id: str,
-        context_tokens: int | None = None,
-        attempt: str = "",
-        worker: str = "",
-        floor: int = 0,
-        session: str = "",
-    ) -> tuple[str, Any]:
-        """As verl's; a conversation goes to the replica of its last turn unless moving pays, or that one is too old.
-
-        Args:
-            context_tokens: of the prompt; without it a conversation never leaves that replica.
-            attempt: what the replica will call the request; without it the request is never interrupted.
-            worker: who asks; without it the request keeps its place if the one who asked dies.
-            floor: oldest version that may serve it.
-            session: what the scheduler calls the conversation's session (`RequestLog.session_of`).
+    def acquire_server(self, request_id: str, *args: Any, **named: Any) -> tuple[str, Any]:
+        """As verl's, with the fields of a `Request`. A conversation goes to the replica of its last turn unless moving
+        pays, or that one is too old.
 
         Raises:
             RuntimeError: there is no replica, or none that is new enough (`NONE_NEW_ENOUGH`).
         """
-        self._choose(request_id, context_tokens, floor, session, worker)
-        return self._seat(request_id, Attempt(attempt, context_tokens or 0, worker))
+        request = Request(request_id, *args, **named)
+        self._choose(request)
+        return self._seat(request)
 
-    def _choose(self, request_id: str, context_tokens: int | None, floor: int, session: str, worker: str) -> None:
-        able = self._able(floor)
+    def _choose(self, request: Request) -> None:
+        """Pin the conversation to a replica, where verl's rule would not do: else `_seat` takes the least loaded."""
+        name, able = request.conversation, self._able(request.floor)
         if self._inflight_requests and not able:
-            self._refuse(request_id, floor, worker)
-        home = self._request_id_to_server.get(request_id)
+            self._refuse(request)
+        home = self._request_id_to_server.get(name)
         if home is not None and home in able:
-            place = self._newcomers.place_of(home, context_tokens, able, self._pace(home))
+            place = self._newcomers.place_of(home, request.context_tokens, able, self._pace(home))
             if place != home:
-                self._let_go([request_id])
-            self._request_id_to_server[request_id] = place
+                self._let_go([name])
+            self._request_id_to_server[name] = place
         elif (self._lent or len(able) < len(self._inflight_requests)) and not self._full_determinism:
-            request = PendingRequest(request=request_id, version=floor, tokens=0, long=session in self._outlasting)
-            others = len(self._refused) - (request_id in self._refused)
-            for decision in LeastRequests(others).route([request], self._loads()):
-                if isinstance(decision, Route):
-                    self._request_id_to_server[request_id] = decision.replica
-                elif able:
-                    self._refuse(request_id, floor, worker)
+            is_long = request.session in self._outlasting
+            others = len(self._refused) - (name in self._refused)
+            asks = PendingRequest(request=name, version=request.floor, tokens=0, long=is_long)
+            (decision,) = LeastRequests(others).route([asks], self._loads())
+            if isinstance(decision, Route):
+                self._request_id_to_server[name] = decision.replica
+            elif able:
+                self._refuse(request)
 
-    def _refuse(self, request_id: str, floor: int, worker: str) -> NoReturn:
-        self._refused[request_id] = worker
-        raise RuntimeError(f"{NONE_NEW_ENOUGH} {floor} yet")
+    def _refuse(self, request: Request) -> NoReturn:
+        self._refused[request.conversation] = request.worker
+        raise RuntimeError(f"{NONE_NEW_ENOUGH} {request.floor} yet")
 
-    def _seat(self, request_id: str, attempt: Attempt) -> tuple[str, Any]:
-        if attempt.worker in self._dead:  # it asked before it died
-            raise RuntimeError(f"rollout worker {attempt.worker} is dead")
-        server_id, handle = super().acquire_server(request_id)
-        self._refused.pop(request_id, None)
-        self._newcomers.placed(request_id, server_id)
-        self._prompts.setdefault(request_id, attempt.tokens)
-        self._running.setdefault((server_id, request_id), []).append(attempt)
-        self._kv[server_id] = self._kv.get(server_id, 0) + attempt.tokens
+    def _seat(self, request: Request) -> tuple[str, Any]:
+        """Count it as running on the replica that its conversation is pinned to."""
+        name = request.conversation
+        if request.worker in self._dead:  # it asked before it died
+            raise RuntimeError(f"rollout worker {request.worker} is dead")
+        server_id, handle = super().acquire_server(name)
+        self._refused.pop(name, None)
+        self._newcomers.placed(name, server_id)
+        self._prompts.setdefault(name, request.tokens)
+        self._running.setdefault((server_id, name), []).append(request)
+        self._kv[server_id] = self._kv.get(server_id, 0) + request.tokens
         if self._inflight_requests[server_id] == 1:
             self._seconds.busy(server_id)
         return server_id, handle
@@ -265,12 +270,12 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._dead.add(worker)
         for request_id in [name for name, waiting in self._refused.items() if waiting == worker]:
             del self._refused[request_id]
-        left = [(key, each) for key, attempts in self._running.items() for each in attempts if each.worker == worker]
-        for (server_id, conversation), attempt in left:
+        left = [(key[0], each) for key, running in self._running.items() for each in running if each.worker == worker]
+        for server_id, request in left:
             handle = self._servers[server_id]
-            if attempt.name and hasattr(handle, "abort_request"):
-                handle.abort_request.remote(attempt.name, reset_prefix_cache=False)
-            self.release_server(server_id, conversation)
+            if request.engine_name and hasattr(handle, "abort_request"):
+                handle.abort_request.remote(request.engine_name, reset_prefix_cache=False)
+            self.release_server(server_id, request.conversation)
 
     def even_out(self) -> None:
         """Replicas have joined and are awake: requests of the others move to them, as far as that pays. They keep their
@@ -298,11 +303,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     def _interrupt(self, server_id: str, conversation: str) -> bool:
         """False where the replica's name for one of its requests is unknown: nothing happens."""
-        attempts = self._running[server_id, conversation]
-        if not all(attempt.name for attempt in attempts):
+        names = [request.engine_name for request in self._running[server_id, conversation]]
+        if not all(names):
             return False
-        for attempt in attempts:
-            self._servers[server_id].abort_request.remote(attempt.name, reset_prefix_cache=False)
+        for name in names:
+            self._servers[server_id].abort_request.remote(name, reset_prefix_cache=False)
         return True
 
     def _loads(self) -> list[ReplicaLoad]:
@@ -351,7 +356,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._said.pop(server_id, None)
         for key in [key for key in self._asking if key[0] in server_ids]:
             self._asking.pop(key).cancel()
-        self._running = {key: attempts for key, attempts in self._running.items() if key[0] in self._kv}
+        self._running = {key: running for key, running in self._running.items() if key[0] in self._kv}
         self._newcomers.left(server_ids)
         self._lent.difference_update(server_ids)
         self._versions.forget(server_ids)

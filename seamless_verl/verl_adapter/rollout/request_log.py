@@ -1,6 +1,6 @@
 """The requests of a rollout worker's process: what each did, and how those of one prompt are cut short.
 
-    _run_agent_loop ─ session ─► attempt routed ─► attempt ended ─►  …  ─► session ended      (in the worker)
+    _run_agent_loop ─ session ─► request routed ─► request ended ─►  …  ─► session ended      (in the worker)
                                         └──────────── take() ─► scheduler.handle              (in the trainer)
 
 No call leaves the worker per request. Nothing is kept before somebody has asked for the first time. Times are wall
@@ -171,7 +171,7 @@ class RequestLog:
 class CutGroups:
     """Ends the generations of a prompt where they are (StaleFlow's treatment of stragglers).
 
-        trainer ─ cut_groups ─► cut ─► abort the attempts under way ─► the client keeps their tokens, asks for no more
+        trainer ─ cut_groups ─► cut ─► abort the requests under way ─► the client keeps their tokens, asks for no more
 
     What a multi-turn agent asks for after that gets a single token each time, so that it comes to its end soon. Groups
     are prompts, by uid.
@@ -182,8 +182,8 @@ class CutGroups:
         self._under_way: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
 
     @contextmanager
-    def attempt(self, group: str, abort: Callable[[], None]) -> Iterator[None]:
-        """An attempt to generate for ``group`` is under way; ``abort`` ends it with the tokens it has."""
+    def running(self, group: str, abort: Callable[[], None]) -> Iterator[None]:
+        """A request of ``group`` runs; ``abort`` ends it with the tokens it has."""
         self._under_way[group].append(abort)
         try:
             yield
@@ -193,7 +193,7 @@ class CutGroups:
                 del self._under_way[group]
 
     def cut(self, groups: Sequence[str]) -> None:
-        """End the attempts of these groups; one that its replica has not begun yet is missed, so call this again."""
+        """End the requests of these groups; one that its replica has not begun yet is missed, so call this again."""
         for group in groups:
             self._cut.add(group)
             for abort in self._under_way.get(group, ()):
@@ -240,8 +240,8 @@ class ReplicaCall:
 
     Args:
         request_id: what the caller calls the conversation.
-        prompt_tokens: tokens sent, those of earlier attempts included.
-        resumed: an earlier attempt was interrupted.
+        prompt_tokens: tokens sent, those of earlier calls included.
+        resumed: an earlier call was interrupted.
 
     Attributes:
         num_told: tokens that it told of before its end; what there is of a replica that died.

@@ -554,7 +554,7 @@ def test_cutting_reaches_the_attempts_under_way_and_is_forgotten():
     from seamless_verl.verl_adapter.rollout.request_log import CutGroups
 
     cutting, aborted = CutGroups(), []
-    with cutting.attempt("u", lambda: aborted.append("first")), cutting.attempt("v", lambda: aborted.append("other")):
+    with cutting.running("u", lambda: aborted.append("first")), cutting.running("v", lambda: aborted.append("other")):
         cutting.cut(["u"])
     cutting.cut(["u"])
     assert aborted == ["first"]

@@ -122,7 +122,7 @@ async def test_under_the_default_rule_a_move_has_the_price_of_the_engines_own_st
     server.abort_request = SimpleNamespace(remote=lambda name, **_: aborted.append(name))
     made = balancer_class(RouterConfig(policy="least_requests"), 64)(servers={"a": server}, max_cache_size=100)
     for number in range(9):
-        made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+        made.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}")
     made.release_server("a", "r0")
     await asyncio.wait_for(server.asked.wait(), 10)
     await asyncio.sleep(0.01)
@@ -254,7 +254,7 @@ async def test_a_conversation_that_moves_leaves_no_cache_behind(policy):
     server.abort_request = SimpleNamespace(remote=lambda name, **_: None)
     made = balancer_class(RouterConfig(policy=policy), 64)(servers={"a": server}, max_cache_size=100)
     for number in range(4):
-        asked = made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+        asked = made.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}")
         if asyncio.iscoroutine(asked):
             await asked
     made._learn()
@@ -283,7 +283,7 @@ async def test_a_session_that_moves_to_a_newcomer_keeps_no_room_where_it_was():
         return {load.replica: load.kept for load in made._loads()}
 
     for number in range(8):
-        await made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+        await made.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}")
     made.add_servers({"b": Server()})
     made.set_cache_tokens({"b": 1000})
     assert kept() == {"a": 800, "b": 0}
@@ -302,7 +302,7 @@ async def test_a_session_that_is_moved_is_not_sent_back_to_its_prefix():
     server.abort_request = SimpleNamespace(remote=lambda name, **_: aborted.append(name))
     made = await learned(cache=100_000, a=server)
     for number in range(8):
-        await made.acquire_server(f"r{number}", context_tokens=4000, attempt=f"a{number}", group="g")
+        await made.acquire_server(f"r{number}", context_tokens=4000, engine_name=f"a{number}", group="g")
     made.add_servers({"b": Server()})
     made.set_cache_tokens({"b": 100_000})
     made.even_out()

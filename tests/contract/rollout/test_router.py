@@ -364,18 +364,18 @@ async def test_a_round_of_moves_is_over_when_those_that_left_have_asked_again_or
     full = Replica()
     balancer = balancer_of({"full": Remote(full)}, migrate=True)
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}")
+        await balancer.acquire_server(f"r{number}", context_tokens=1, engine_name=f"a{number}")
     balancer.add_servers({"starving": Remote(Replica())})
     assert full.aborted == {"a4", "a5", "a6", "a7"}
     for number in range(4, 8):
         balancer.release_server("full", f"r{number}")
     assert len(full.aborted) == 4, "the four are on their way"
-    assert [(await balancer.acquire_server(f"r{n}", attempt=f"b{n}"))[0] for n in (4, 5)] == ["starving"] * 2
+    assert [(await balancer.acquire_server(f"r{n}", engine_name=f"b{n}"))[0] for n in (4, 5)] == ["starving"] * 2
     for number in (4, 5):
         balancer.release_server("starving", f"r{number}")
     assert len(full.aborted) == 4, "two are"
     now = 2.0
-    await balancer.acquire_server("r4", attempt="c4")
+    await balancer.acquire_server("r4", engine_name="c4")
     balancer.release_server("starving", "r4")
     assert len(full.aborted) > 4, "they had ended, and the replica starves again"
 
@@ -384,7 +384,7 @@ async def test_without_migration_requests_stay_where_they_are():
     full = Replica()
     balancer = balancer_of({"full": Remote(full)})
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}")
+        await balancer.acquire_server(f"r{number}", context_tokens=1, engine_name=f"a{number}")
     balancer.add_servers({"starving": Remote(Replica())})
     assert not full.aborted
 
@@ -402,7 +402,7 @@ def eight_on_one(named=True, **settings):
     full = Replica()
     balancer = balancer_of({"full": Remote(full)}, policy="least_requests", **settings)
     for number in range(8):
-        balancer.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}" if named else "")
+        balancer.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}" if named else "")
     balancer.add_servers({"awake": Remote(Replica())})
     return full, balancer
 
@@ -414,7 +414,7 @@ def test_a_replica_that_is_awake_gets_half_of_what_queues_elsewhere_old_and_youn
     assert full.aborted == {"a2", "a3", "a5", "a6"}, "of a2 to a7, which queue"
     for number in (2, 3, 5, 6):
         balancer.release_server("full", f"r{number}")
-        assert balancer.acquire_server(f"r{number}", context_tokens=100, attempt=f"b{number}")[0] == "awake"
+        assert balancer.acquire_server(f"r{number}", context_tokens=100, engine_name=f"b{number}")[0] == "awake"
     balancer.even_out()
     assert len(full.aborted) == 4, "nobody idles"
 
@@ -478,10 +478,10 @@ async def test_requests_of_a_dead_worker_end_and_give_their_places_back():
     balancer = balancer_of(servers, policy="least_requests")
     places = {}
     for number, worker in enumerate(["w0", "w1"] * 3):
-        places[number], _ = balancer.acquire_server(f"c{number}", 10, f"attempt {number}", worker)
+        places[number], _ = balancer.acquire_server(f"c{number}", 10, f"request {number}", worker)
     balancer.acquire_server("validation", 10)
     balancer.worker_died("w0")
-    assert sorted(servers["a"].ended + servers["b"].ended) == ["attempt 0", "attempt 2", "attempt 4"]
+    assert sorted(servers["a"].ended + servers["b"].ended) == ["request 0", "request 2", "request 4"]
     assert balancer.get_total_inflight() == 4
     with pytest.raises(RuntimeError, match="rollout worker w0 is dead"):
         balancer.acquire_server("sent before it died", 10, "late", "w0")
