@@ -25,8 +25,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
 from seamless_verl.decode_cost import EnginePace
-from seamless_verl.observe.flight import RequestEnded, RequestStarted, SliceAdded, SliceRemoved, SliceState
-from seamless_verl.observe.time_ledger import Ledger, SliceSeconds
+from seamless_verl.observe.time_ledger import ReplicaSeconds, SliceSeconds
 from seamless_verl.staleness.affinity import Newcomers, queued_to_move, requests_to_move
 from seamless_verl.staleness.floors import UNTOLD, ServingVersions
 from seamless_verl.staleness.router import router_of
@@ -38,7 +37,6 @@ NONE_NEW_ENOUGH = "No replica takes requests for version"
 
 UNBOUNDED = 1 << 30
 LOOK_EVERY_S = 1.0
-_ANY = "any"  # all requests on a replica count as one: it is busy while at least one is out
 _ASKED = {"engine_load": LOOK_EVERY_S, "pace": 10.0}  # what of a replica, and every how many seconds
 
 
@@ -96,7 +94,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         # new enough, so those that were given up have to go.
         self._refused: LRUCache[str, str] = LRUCache(maxsize=self._request_id_to_server.maxsize)
         self._seconds = ReplicaSeconds()
-        self._seconds.joined(self._inflight_requests)
+        self._seconds.joined(time.monotonic(), self._inflight_requests)
         self._more = asyncio.Event()  # somebody joined, or has newer weights
         self._paces: dict[str, EnginePace] = {}
         self._said: dict[str, tuple[EngineLoad, Reckoned]] = {}
@@ -206,7 +204,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._running.setdefault((server_id, name), []).append(request)
         self._kv[server_id] = self._kv.get(server_id, 0) + request.tokens
         if self._inflight_requests[server_id] == 1:
-            self._seconds.busy(server_id)
+            self._seconds.busy(time.monotonic(), server_id)
         return server_id, handle
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
@@ -219,7 +217,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             if not running:
                 del self._running[server_id, request_id or ""]
         if self._inflight_requests.get(server_id) == 0:
-            self._seconds.idle(server_id)
+            self._seconds.idle(time.monotonic(), server_id)
         if self._refused:
             self._wake()
         self._learn()
@@ -336,7 +334,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         new = [server_id for server_id in servers if server_id not in known]
         self._kv |= dict.fromkeys(new, 0)
         self._newcomers.joined(new)
-        self._seconds.joined(new)
+        self._seconds.joined(time.monotonic(), new)
         self._wake()
 
     def clear_sticky_cache(self) -> dict[str, Any]:
@@ -360,39 +358,9 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._newcomers.left(server_ids)
         self._lent.difference_update(server_ids)
         self._versions.forget(server_ids)
-        self._seconds.left(server_ids)
+        self._seconds.left(time.monotonic(), server_ids)
         self._wake()
 
     def books(self) -> tuple[SliceSeconds, ...]:
         """Seconds of every replica, by address, while it was registered: busy and idle."""
-        return self._seconds.books()
-
-
-class ReplicaSeconds:
-    """How long each replica of a router, by address, was registered, and how much of that it had something to do."""
-
-    def __init__(self) -> None:
-        self._ledger = Ledger()
-
-    def joined(self, replicas: Iterable[str]) -> None:
-        can, does = ("rollout",), SliceState.ROLLOUT
-        for name in replicas:
-            self._ledger.handle(
-                SliceAdded(at=time.monotonic(), slice=name, pool="", devices=1, capabilities=can, state=does)
-            )
-
-    def left(self, replicas: Iterable[str]) -> None:
-        for name in replicas:
-            self._ledger.handle(SliceRemoved(at=time.monotonic(), slice=name))
-
-    def busy(self, replica: str) -> None:
-        """It has a request now, and had none."""
-        self._ledger.handle(RequestStarted(at=time.monotonic(), request=_ANY, slice=replica, prompt_tokens=0))
-
-    def idle(self, replica: str) -> None:
-        self._ledger.handle(
-            RequestEnded(at=time.monotonic(), request=_ANY, slice=replica, tokens=0, finish="completed")
-        )
-
-    def books(self) -> tuple[SliceSeconds, ...]:
-        return self._ledger.books(time.monotonic())
+        return self._seconds.books(time.monotonic())
