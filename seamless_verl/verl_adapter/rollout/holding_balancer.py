@@ -26,7 +26,7 @@ from seamless_verl.config import RouterConfig
 from seamless_verl.staleness.cache_aware import CacheAware, Residents
 from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
-from seamless_verl.verl_adapter.rollout.load_balancer import LOOK_EVERY_S, UNBOUNDED, MeteredLoadBalancer, Request
+from seamless_verl.verl_adapter.rollout.load_balancer import POLL_LOADS_S, UNBOUNDED, MeteredLoadBalancer, Request
 
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
 # no release could come through. Beyond this many, requests go where they are served soonest.
@@ -79,7 +79,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         number = str(next(self._numbers))
         held = self._held[number] = _Held(request, asyncio.get_running_loop().create_future())
         self._route()
-        self._look_later()
+        self._poll_later()
         try:
             await held.place
         finally:
@@ -114,15 +114,15 @@ class HoldingBalancer(MeteredLoadBalancer):
     def wanted(self) -> int | None:
         return self._versions.wanted(self._inflight_requests, (held.request.floor for held in self._held.values()))
 
-    async def _ask(self, name: str, method: Any) -> None:
-        await super()._ask(name, method)
+    async def _poll(self, server_id: str, method: str) -> None:
+        await super()._poll(server_id, method)
         self._route()
         if any(not held.place.done() for held in self._held.values()):
-            self._look_later()
+            self._poll_later()
 
-    def _look_later(self) -> None:
+    def _poll_later(self) -> None:
         """Somebody waits: an engine's queue may go while no request ends."""
-        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._learn)
+        asyncio.get_running_loop().call_later(POLL_LOADS_S, self._poll_replicas)
 
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
@@ -137,14 +137,14 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._route()
 
     def _route(self) -> None:
-        """Something has happened: `_wake_placed`, but not again for as long as that took. It is long where many wait;
+        """Something has happened: `_place_held`, but not again for as long as that took. It is long where many wait;
         what happens meanwhile is looked at together."""
         waiting = next((held for held in self._held.values() if not held.place.done()), None)
         if waiting is None or self._rests:
             self._news = True
             return
         began, self._news = time.perf_counter(), False
-        self._wake_placed()
+        self._place_held()
         self._rests = True
         waiting.place.get_loop().call_later(time.perf_counter() - began, self._rested)
 
@@ -153,7 +153,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         if self._news:
             self._route()
 
-    def _wake_placed(self) -> None:
+    def _place_held(self) -> None:
         """Wake those that have a place now; each takes it when it runs, which `super().acquire_server` counts."""
         waiting = {number: held for number, held in self._held.items() if not held.place.done()}
         if not self._inflight_requests:

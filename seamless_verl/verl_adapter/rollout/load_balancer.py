@@ -13,6 +13,7 @@ weights together nobody tells their versions.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from cachetools import LRUCache
+from ray.exceptions import RayActorError, RayError
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from seamless_verl.config import RouterConfig
@@ -36,8 +38,9 @@ NONE_NEW_ENOUGH = "No replica takes requests for version"
 `someone_serves` and ask again."""
 
 UNBOUNDED = 1 << 30
-LOOK_EVERY_S = 1.0
-_ASKED = {"engine_load": LOOK_EVERY_S, "pace": 10.0}  # what of a replica, and every how many seconds
+POLL_LOADS_S = 1.0
+_POLL_EVERY_S = {"engine_load": POLL_LOADS_S, "pace": 10.0}  # by method of a replica
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,10 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._seconds.joined(time.monotonic(), self._inflight_requests)
         self._more = asyncio.Event()  # somebody joined, or has newer weights
         self._paces: dict[str, EnginePace] = {}
-        self._said: dict[str, tuple[EngineLoad, Reckoned]] = {}
-        self._asked_at: dict[str, float] = {}
-        self._asking: dict[tuple[str, str], asyncio.Task[None]] = {}  # (replica, what)
+        self._engine_loads: dict[str, tuple[EngineLoad, Reckoned]] = {}  # with what was reckoned when it was asked
+        self._polled_at: dict[str, float] = {}  # by method
+        self._polls: dict[tuple[str, str], asyncio.Task[None]] = {}  # (replica, method)
+        self._failed_polls: set[tuple[str, str]] = set()
 
     async def someone_serves(self, floor: int = 0) -> None:
         """Returns when there is a replica to ask: all may be with the trainer, dead, older than ``floor``, or of that
@@ -220,29 +224,34 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._seconds.idle(time.monotonic(), server_id)
         if self._refused:
             self._wake()
-        self._learn()
+        self._poll_replicas()
 
-    def _learn(self) -> None:
+    def _poll_replicas(self) -> None:
         """Ask every replica now and then what it has to do and what its steps take; no request waits for that."""
-        for method, every_s in _ASKED.items():
-            if time.monotonic() > self._asked_at.get(method, -math.inf) + every_s:
-                self._asked_at[method] = time.monotonic()
+        for method, every_s in _POLL_EVERY_S.items():
+            if time.monotonic() > self._polled_at.get(method, -math.inf) + every_s:
+                self._polled_at[method] = time.monotonic()
                 for name, each in self._servers.items():
-                    owed = self._asking.get((name, method))  # by one whose engine takes weights, or hangs
+                    owed = self._polls.get((name, method))  # by one whose engine takes weights, or hangs
                     if hasattr(each, method) and (owed is None or owed.done()):
-                        asking = self._ask(name, getattr(each, method))
-                        self._asking[name, method] = asyncio.get_running_loop().create_task(asking)
+                        poll = self._poll(name, method)
+                        self._polls[name, method] = asyncio.get_running_loop().create_task(poll)
 
-    async def _ask(self, name: str, method: Any) -> None:
-        then = Reckoned(self._inflight_requests[name], self._kv[name])
+    async def _poll(self, server_id: str, method: str) -> None:
+        then = Reckoned(self._inflight_requests[server_id], self._kv[server_id])
         try:
-            answer = await method.remote()
-        except Exception:  # noqa: BLE001 - one that is dying tells nothing
+            answer = await getattr(self._servers[server_id], method).remote()
+        except RayActorError:  # it has died, or is about to
+            return
+        except RayError as error:
+            if (server_id, method) not in self._failed_polls:
+                self._failed_polls.add((server_id, method))
+                _log.warning("routing goes by old figures: %s of replica %s failed: %s", method, server_id, error)
             return
         if isinstance(answer, EnginePace):
-            self._paces[name] = answer
+            self._paces[server_id] = answer
         elif isinstance(answer, EngineLoad):
-            self._said[name] = (answer, then)
+            self._engine_loads[server_id] = (answer, then)
 
     def _pace(self, server_id: str) -> EnginePace | None:
         """One that has not been measured yet is like another that was: they run the same model."""
@@ -313,7 +322,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         return [self._load(server_id, requests, 0) for server_id, requests in self._inflight_requests.items()]
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
-        said, then = self._said.get(server_id, (None, None))
+        said, then = self._engine_loads.get(server_id, (None, None))
         reckoned = Reckoned(requests, self._kv.get(server_id, 0) + coming_tokens, said, then)
         held, waiting = reckoned.cached(), reckoned.waiting(self.max_running)
         return ReplicaLoad(
@@ -351,9 +360,9 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             del self._request_id_to_server[conversation]
         for server_id in server_ids:
             self._kv.pop(server_id, None)
-            self._said.pop(server_id, None)
-        for key in [key for key in self._asking if key[0] in server_ids]:
-            self._asking.pop(key).cancel()
+            self._engine_loads.pop(server_id, None)
+        for key in [key for key in self._polls if key[0] in server_ids]:
+            self._polls.pop(key).cancel()
         self._running = {key: running for key, running in self._running.items() if key[0] in self._kv}
         self._newcomers.left(server_ids)
         self._lent.difference_update(server_ids)
