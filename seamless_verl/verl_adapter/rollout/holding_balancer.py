@@ -53,7 +53,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
         self._order = itertools.count()
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
-        self._rests, self._news = False, False  # after a look at who has a place; something has happened since
+        self._cooling_down, self._route_pending = False, False  # see `_route`
         self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
@@ -137,20 +137,19 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._route()
 
     def _route(self) -> None:
-        """Something has happened: `_place_held`, but not again for as long as that took. It is long where many wait;
-        what happens meanwhile is looked at together."""
+        """Route now; then at most every T seconds, where T is how long the last pass took (duty cycle <= 50 %)."""
         waiting = next((held for held in self._held.values() if not held.place.done()), None)
-        if waiting is None or self._rests:
-            self._news = True
+        if waiting is None or self._cooling_down:
+            self._route_pending = True
             return
-        began, self._news = time.perf_counter(), False
+        began, self._route_pending = time.perf_counter(), False
         self._place_held()
-        self._rests = True
-        waiting.place.get_loop().call_later(time.perf_counter() - began, self._rested)
+        self._cooling_down = True
+        waiting.place.get_loop().call_later(time.perf_counter() - began, self._cooldown_over)
 
-    def _rested(self) -> None:
-        self._rests = False
-        if self._news:
+    def _cooldown_over(self) -> None:
+        self._cooling_down = False
+        if self._route_pending:
             self._route()
 
     def _place_held(self) -> None:
