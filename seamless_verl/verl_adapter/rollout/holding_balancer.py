@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,15 +96,10 @@ class HoldingBalancer(MeteredLoadBalancer):
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         super().add_servers(servers)
-        self._route()
         self._migrate()
 
-    def set_version(self, server_ids: list[str], version: int) -> None:
-        super().set_version(server_ids, version)
-        self._route()
-
-    def set_cache_tokens(self, sizes: Mapping[str, int]) -> None:
-        super().set_cache_tokens(sizes)
+    def _replicas_changed(self) -> None:
+        super()._replicas_changed()
         self._route()
 
     def _has_place(self, floor: int) -> bool:
@@ -127,7 +122,6 @@ class HoldingBalancer(MeteredLoadBalancer):
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
         self._leaving &= self._running.keys()
-        self._route()
 
     def worker_died(self, worker: str) -> None:
         for held in self._held.values():
@@ -247,13 +241,9 @@ class CacheAwareBalancer(HoldingBalancer):
         self._residents.left(server_ids)
         super().remove_servers(server_ids)
 
-    def _displace(self, conversation: str) -> None:
-        super()._displace(conversation)
-        self._residents.displaced(conversation)
-
-    def _send_away(self, conversation: str) -> None:
-        super()._send_away(conversation)
-        self._residents.moved(conversation)
+    def _unpin(self, conversation: str, *, moves: bool = False) -> None:
+        super()._unpin(conversation, moves=moves)
+        (self._residents.moved if moves else self._residents.displaced)(conversation)
 
     def _begin_turn(self, request: Request) -> None:
         self._workers[request.conversation] = request.worker
@@ -262,7 +252,7 @@ class CacheAwareBalancer(HoldingBalancer):
             return
         cache = self._cache_tokens.get(home, UNBOUNDED)
         for other in self._residents.grown(request.conversation, request.tokens, cache, self._runs_on(home)):
-            self._displace(str(other))
+            self._unpin(str(other))
 
     def _runs_on(self, replica: str) -> Callable[[Hashable], bool]:
         return lambda conversation: (replica, conversation) in self._running

@@ -107,7 +107,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
 
     async def someone_serves(self, floor: int = 0) -> None:
         """Returns when there is a replica to ask: all may be with the trainer, dead, older than ``floor``, or of that
-        version and ahead of their share of requests."""
+        version and above their share of requests."""
         self._versions.waits(floor)
         try:
             while not self._has_place(floor):
@@ -120,12 +120,12 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         before it does."""
         self._newcomers.emptied(name for name in server_ids if self._versions.of(name) not in (UNTOLD, version))
         self._versions.tell(server_ids, version)
-        self._wake()
+        self._replicas_changed()
 
     def set_cache_tokens(self, sizes: Mapping[str, int]) -> None:
         """Tokens that the KV caches of these replicas hold. A cache that nobody told counts as endless."""
         self._cache_tokens |= sizes
-        self._wake()
+        self._replicas_changed()
 
     def oldest_version(self) -> int | None:
         """Of the replicas that serve; None: nobody told any."""
@@ -144,8 +144,11 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         others = max(0, len(self._refused) - 1)
         return any(isinstance(found, Route) for found in LeastRequests(others).route([waits], self._loads()))
 
-    def _wake(self) -> None:
-        """Those that were refused may ask again."""
+    def _replicas_changed(self) -> None:
+        """Hook: replicas joined or left, or have other versions or caches."""
+        self._wake_refused()
+
+    def _wake_refused(self) -> None:
         more, self._more = self._more, asyncio.Event()
         more.set()
 
@@ -223,7 +226,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         if self._inflight_requests.get(server_id) == 0:
             self._seconds.idle(time.monotonic(), server_id)
         if self._refused:
-            self._wake()
+            self._wake_refused()
         self._poll_replicas()
 
     def _poll_replicas(self) -> None:
@@ -297,14 +300,10 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             chosen = [here[self.max_running + index] for index in queued] if queued else here[-count:]
             for conversation in chosen:
                 if self._interrupt(server_id, conversation):
-                    self._send_away(conversation)
+                    self._unpin(conversation, moves=True)
 
-    def _send_away(self, conversation: str) -> None:
-        """It moves to one that joined."""
-        self._displace(conversation)
-
-    def _displace(self, conversation: str) -> None:
-        """It has no place any more, and gets one when it asks."""
+    def _unpin(self, conversation: str, *, moves: bool = False) -> None:
+        """Unpin the conversation: its next request is routed afresh. One that ``moves`` must not come back."""
         self._let_go([conversation])
         self._request_id_to_server.pop(conversation, None)
 
@@ -344,7 +343,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._kv |= dict.fromkeys(new, 0)
         self._newcomers.joined(new)
         self._seconds.joined(time.monotonic(), new)
-        self._wake()
+        self._replicas_changed()
 
     def clear_sticky_cache(self) -> dict[str, Any]:
         """Every cache is lost, or about to be: conversations are placed anew."""
@@ -368,7 +367,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._lent.difference_update(server_ids)
         self._versions.forget(server_ids)
         self._seconds.left(time.monotonic(), server_ids)
-        self._wake()
+        self._replicas_changed()
 
     def books(self) -> tuple[SliceSeconds, ...]:
         """Seconds of every replica, by address, while it was registered: busy and idle."""
