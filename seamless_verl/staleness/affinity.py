@@ -21,7 +21,7 @@ from seamless_verl.staleness.routing import ReplicaLoad
 # Tokens that a conversation generates before the newcomer is taken back: two turns of an agent, or twenty seconds of an
 # answer. More would move more of them; how long a loan lasts is not known where requests are routed.
 _STAY_TOKENS = 1024
-_THERE_AND_BACK = 2
+_PREFILLS_PER_MOVE = 2  # on the newcomer, and elsewhere when that leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class MovePrice:
             to_come: tokens that it will generate there.
         """
         gained = to_come * (here - there) * (context + self.request_tokens)
-        return gained > _THERE_AND_BACK * self.prefill_steps * context * (there + 1)
+        return gained > _PREFILLS_PER_MOVE * self.prefill_steps * context * (there + 1)
 
 
 class Newcomers:
-    """Replicas that joined while the caches of the others were valid, and who is on which since then.
+    """Replicas that joined while the caches of the others were valid, and where conversations are since then.
 
     A conversation moves at most once for each replica that joins. Loads are compared by conversations, not by requests
     that happen to run at the moment: while a conversation waits for a tool it runs nowhere, and yet comes back.
@@ -75,7 +75,7 @@ class Newcomers:
         return bool(self._joined)
 
     def joined(self, replicas: Iterable[str]) -> None:
-        """They serve now, with empty caches."""
+        """These serve now, with empty caches."""
         self._joined.update(replicas)
 
     def left(self, replicas: Iterable[str]) -> None:
@@ -85,11 +85,11 @@ class Newcomers:
         self._on = Counter(self._seen.values())
 
     def emptied(self, replicas: Iterable[str]) -> None:
-        """These took new weights by themselves, and all others do: nobody among them is a newcomer any more."""
+        """These took new weights by themselves, and all others do: none of them is a newcomer any more."""
         self.left(self._joined.intersection(replicas))
 
     def caches_lost(self) -> None:
-        """Of all replicas: nobody has anything to lose by moving, so there are no newcomers."""
+        """All replicas lost their caches: no conversation loses anything by moving, so there are no newcomers."""
         self._joined.clear()
         self._seen.clear()
         self._on.clear()
@@ -100,7 +100,7 @@ class Newcomers:
         """Where the next turn of a conversation goes whose prefix ``home`` holds.
 
         Args:
-            context: tokens of it; None if nobody said, then it stays.
+            context: tokens of it; None: unknown, then it stays.
             in_flight: requests of each replica that serves.
             pace: what ``home`` takes.
         """
@@ -115,7 +115,7 @@ class Newcomers:
         return home
 
     def placed(self, conversation: object, replica: str) -> None:
-        """It asks, and is served there."""
+        """The conversation asks, and is served there."""
         if not self._joined:
             return
         before = self._seen.get(conversation)

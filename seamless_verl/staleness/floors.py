@@ -1,11 +1,11 @@
 """Which weights each replica has, and the floor of a request: the oldest version that may make its first token.
 
-    floor 4   a (3)  b (4)  c (5)  ──►  b or c; nobody: the request waits, and 4 is wanted
+    floor 4   a (3)  b (4)  c (5)  ──►  b or c; if none: the request waits, and 4 is wanted
 
 A fresh prompt's floor is the version that it was reserved for, a later turn's the version of its session's first token
 (V_traj). Invariant: a request is only given a replica whose version is its floor or newer, so no trajectory begins with
-older weights than its reservation allows. A replica whose version nobody told is as good as any: that is how it is
-where all replicas take new weights together, and whoever has none keeps his gate closed until he has the newest.
+older weights than its reservation allows. A replica of unknown version may serve any: that is how it is where all
+replicas take new weights together, and one that has none keeps its gate closed until it has the newest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from seamless_verl.staleness.protocol import StalenessProtocol
 
 UNTOLD = 1 << 30
-"""Version of a replica of which nobody told one."""
+"""Version of a replica whose version is unknown."""
 
 
 class ServingVersions:
@@ -28,12 +28,12 @@ class ServingVersions:
         self._waiting: Counter[int] = Counter()
 
     def tell(self, replicas: Iterable[str], version: int) -> None:
-        """They generate with ``version`` from now on, or as soon as they are on the router."""
+        """These generate with ``version`` from now on, or as soon as they are on the router."""
         self._told |= dict.fromkeys(replicas, version)
         self._oldest = min(self._told.values(), default=UNTOLD)
 
     def forget(self, replicas: Iterable[str]) -> None:
-        """They left; under the same names may come others."""
+        """These left; others may join under their names."""
         for replica in replicas:
             self._told.pop(replica, None)
         self._oldest = min(self._told.values(), default=UNTOLD)
@@ -42,7 +42,7 @@ class ServingVersions:
         return self._told.get(replica, UNTOLD)
 
     def oldest(self, replicas: Iterable[str]) -> int | None:
-        """Of these; None: nobody told the version of any."""
+        """Of these; None: no version is known."""
         return min((self._told[replica] for replica in replicas if replica in self._told), default=None)
 
     def able(self, floor: int, loads: Mapping[str, int]) -> Mapping[str, int]:
@@ -52,7 +52,7 @@ class ServingVersions:
         return {replica: load for replica, load in loads.items() if self.of(replica) >= floor}
 
     def waits(self, floor: int) -> None:
-        """Somebody waits for a replica that may begin requests with this floor."""
+        """A request waits for a replica that may begin it with this floor."""
         self._waiting[floor] += 1
 
     def waits_no_more(self, floor: int) -> None:

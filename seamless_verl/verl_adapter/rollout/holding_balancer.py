@@ -31,8 +31,8 @@ from seamless_verl.verl_adapter.rollout.load_balancer import POLL_LOADS_S, UNBOU
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
 # no release could come through. Beyond this many, requests go where they are served soonest.
 _MOST_HELD = 500
-# A client asks for its next place right after it left the last one; who has not by then had come to its end.
-_ASKS_AGAIN_S = 1.0
+# A client that was interrupted acquires again at once; after this long its conversation has ended.
+_REACQUIRE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -54,12 +54,12 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._order = itertools.count()
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._cooling_down, self._route_pending = False, False  # see `_route`
-        self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
+        self._moving: dict[str, float] = {}  # conversation between two replicas -> since when
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
         self, request_id: str, *args: Any, **named: Any
     ) -> tuple[str, Any]:
-        """As its parent's, except that the answer may take until another request has ended."""
+        """As its parent's, except that the answer may have to wait until another request has ended."""
         request = Request(request_id, *args, **named)
         if request_id not in self._begun:
             self._begun[request_id] = next(self._order)
@@ -103,7 +103,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         self._route()
 
     def _has_place(self, floor: int) -> bool:
-        may_hold = len(self._held) < _MOST_HELD  # then whoever finds somebody new enough is held here, not refused
+        may_hold = len(self._held) < _MOST_HELD  # then what finds a replica new enough is held here, not refused
         return bool(self._able(floor)) and (may_hold or super()._has_place(floor))
 
     def wanted(self) -> int | None:
@@ -116,7 +116,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             self._poll_later()
 
     def _poll_later(self) -> None:
-        """Somebody waits: an engine's queue may go while no request ends."""
+        """Poll although no request ends: an engine's queue may go meanwhile."""
         asyncio.get_running_loop().call_later(POLL_LOADS_S, self._poll_replicas)
 
     def remove_servers(self, server_ids: list[str]) -> None:
@@ -147,7 +147,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             self._route()
 
     def _place_held(self) -> None:
-        """Wake those that have a place now; each takes it when it runs, which `super().acquire_server` counts."""
+        """Wake held requests that have a place now; each takes it when its task runs, which `_seat` counts."""
         waiting = {number: held for number, held in self._held.items() if not held.place.done()}
         if not self._inflight_requests:
             for held in waiting.values():
@@ -178,7 +178,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         """Hook: a conversation's context grew to ``request.tokens``; evict others if its replica is over its limit."""
 
     def _near(self, request: Request) -> str:
-        """Hook: the replica that may hold its prefix; empty: nobody knows."""
+        """Hook: the replica that may hold its prefix; empty: unknown."""
         return ""
 
     def _migrate(self) -> None:
@@ -186,7 +186,7 @@ class HoldingBalancer(MeteredLoadBalancer):
 
         One round at a time: until those of the last one run elsewhere, the loads do not show what it brought.
         """
-        asks_since = time.monotonic() - _ASKS_AGAIN_S
+        asks_since = time.monotonic() - _REACQUIRE_S
         self._moving = {conversation: left for conversation, left in self._moving.items() if left > asks_since}
         if self.rules.migration is None or self._leaving or self._moving or self._held or not self._inflight_requests:
             return
@@ -223,7 +223,7 @@ class CacheAwareBalancer(HoldingBalancer):
         self._over: LRUCache[str, bool] = LRUCache(maxsize=size)
 
     def conversations_over(self, request_ids: list[str]) -> None:
-        """Their sessions have ended: others may have their room."""
+        """Their sessions have ended: free what was kept for them."""
         super().conversations_over(request_ids)
         self._residents.over(request_ids)
         self._over.update(dict.fromkeys(request_ids, True))
@@ -262,7 +262,7 @@ class CacheAwareBalancer(HoldingBalancer):
 
     def _seat(self, request: Request) -> tuple[str, Any]:
         server_id, handle = super()._seat(request)
-        if request.conversation not in self._over:  # else whoever asked has left meanwhile, and gives its seat back
+        if request.conversation not in self._over:  # else its session ended meanwhile, and gives the seat back
             self._residents.placed(request.conversation, request.group, server_id, request.tokens)
         return server_id, handle
 

@@ -34,12 +34,12 @@ from seamless_verl.verl_adapter.rollout.request_log import (
 from seamless_verl.verl_adapter.vllm.engine_cache import name_of_turn
 
 OnKept = Callable[[Generation], None]
-_INTERRUPTED = ("aborted", "abort")
-_FAILED = "error"
-# When a replica refuses outright: it is handed to the trainer, or verl's enable_switch registers it while it sleeps,
-# which lasts until the standing ones have their weights. By how often it has done so.
+_ABORT_REASONS = ("aborted", "abort")
+_ERROR_REASON = "error"
+# By how often in a row a replica has refused outright: it is handed to the trainer, or verl's enable_switch registers
+# it while it sleeps, which lasts until the standing ones have their weights.
 _BACKOFFS_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
-_NOBODY_SERVES_S = 0.5
+_RETRY_S = 0.5
 
 
 class InParts:
@@ -164,7 +164,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 await self._leave(call.address, error)
                 return None
             call.answered(output)
-        if output.stop_reason == _FAILED:
+        if output.stop_reason == _ERROR_REASON:
             raise RuntimeError(f"{call.address} gave up on a request with an error; its log tells which")
         return output
 
@@ -222,7 +222,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             self._release_server(server_id, request_id=request_id)
 
     def conversations_over(self, request_ids: list[str]) -> None:
-        """Their session has ended: their replicas, and a router that keeps room for contexts, may forget them."""
+        """Their session has ended: their caches, and the room that a router keeps for them, may go to others."""
         told = getattr(self._load_balancer, "conversations_over", None)
         if told is not None and request_ids:
             told.remote(request_ids)
@@ -232,7 +232,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         one of the 1,000 places that Ray gives the router; were all taken, nobody could tell it of a new replica."""
         told = getattr(self._load_balancer, "someone_serves", None)
         if told is None:  # a router of the user's own
-            await asyncio.sleep(_NOBODY_SERVES_S)
+            await asyncio.sleep(_RETRY_S)
             return
         if floor not in self._asked or self._asked[floor].done():
             self._asked = {of: asked for of, asked in self._asked.items() if not asked.done()}
@@ -304,7 +304,7 @@ def replica_died(error: RayError) -> bool:
 
 
 def _generation(output: TokenOutput) -> Generation:
-    is_interrupted = output.stop_reason in _INTERRUPTED
+    is_interrupted = output.stop_reason in _ABORT_REASONS
     num_tokens = len(output.token_ids)
     version: Any = output.extra_fields.get("global_steps")
     # A server that takes weights under its requests tells them itself; verl's tells the version at the end only.
@@ -339,7 +339,7 @@ def _output(merged: TokenOutput, partial: PartialGeneration, newest: int) -> Tok
     """``newest``: version in the session so far; verl's agent loops take over what the last turn says."""
     whole = partial.generation()
     merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
-    if merged.stop_reason in _INTERRUPTED:
+    if merged.stop_reason in _ABORT_REASONS:
         merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
     reported = merged.extra_fields.get("global_steps")
     versions = _told(whole.version_spans) or ([] if reported is None else [reported])

@@ -1,4 +1,4 @@
-"""verl's load balancer with books, prefixes and versions.
+"""verl's load balancer that knows prefixes, weight versions and how busy replicas are.
 
 `MeteredLoadBalancer` routes by least requests, as verl's; `holding_balancer` puts StaleFlow's rule on top of it. verl
 forgets where conversations are whenever replicas join; each then prefills its context somewhere else. Here they stay
@@ -34,8 +34,8 @@ from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import EngineLoad, LeastRequests, PendingRequest, Reckoned, ReplicaLoad, Route
 
 NONE_NEW_ENOUGH = "No replica takes requests for version"
-"""How a request is refused whose floor nobody serves, or nobody who has not got his share of requests: it is to wait by
-`someone_serves` and ask again."""
+"""Message of the RuntimeError when no replica is both new enough and below its fair share; the client waits in
+`someone_serves` and retries."""
 
 UNBOUNDED = 1 << 30
 POLL_LOADS_S = 1.0
@@ -75,7 +75,18 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
     """Routes as its parent, except that conversations stay with their prefix when replicas join, and while replicas are
     lent, among equals, long sessions go to those that stay.
 
-    Made by `holding_balancer.balancer_class`, since verl hands a balancer nothing but its replicas.
+    Made by `holding_balancer.balancer_class`, since verl hands a balancer nothing but its replicas. What subclasses
+    override, and where ``super()`` stands:
+
+        HoldingBalancer     acquire_server, wanted, _loads      not called: requests that are held count, too
+                            _has_place                          asked last: what can be held needs no free seat
+                            release_server, add_servers, remove_servers, _replicas_changed, _poll
+                                                                first; then held requests are placed, others migrated
+                            worker_died                         after the requests held for it are cancelled
+        CacheAwareBalancer  _begin_turn, _near                  not called: HoldingBalancer has nothing there
+                            _seat, _load, _unpin, conversations_over, worker_died
+                                                                first; then `Residents` is told, or asked
+                            remove_servers, clear_sticky_cache  last: `Residents` is told before it routes
     """
 
     rules = router_of(RouterConfig())
@@ -98,7 +109,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._refused: LRUCache[str, str] = LRUCache(maxsize=self._request_id_to_server.maxsize)
         self._seconds = ReplicaSeconds()
         self._seconds.joined(time.monotonic(), self._inflight_requests)
-        self._more = asyncio.Event()  # somebody joined, or has newer weights
+        self._more = asyncio.Event()  # a replica joined, or has newer weights
         self._paces: dict[str, EnginePace] = {}
         self._engine_loads: dict[str, tuple[EngineLoad, Reckoned]] = {}  # with what was reckoned when it was asked
         self._polled_at: dict[str, float] = {}  # by method
@@ -106,8 +117,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._failed_polls: set[tuple[str, str]] = set()
 
     async def someone_serves(self, floor: int = 0) -> None:
-        """Returns when there is a replica to ask: all may be with the trainer, dead, older than ``floor``, or of that
-        version and above their share of requests."""
+        """Return when a replica can serve ``floor``: until then all are with the trainer, dead, too old, or new enough
+        and at their share of requests."""
         self._versions.waits(floor)
         try:
             while not self._has_place(floor):
@@ -116,23 +127,22 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._versions.waits_no_more(floor)
 
     def set_version(self, server_ids: list[str], version: int) -> None:
-        """These replicas generate with ``version`` from now on; told before their gates open, and of one that joins
-        before it does."""
+        """These replicas generate with ``version`` from now on; called before their gates open or they join."""
         self._newcomers.emptied(name for name in server_ids if self._versions.of(name) not in (UNTOLD, version))
         self._versions.tell(server_ids, version)
         self._replicas_changed()
 
     def set_cache_tokens(self, sizes: Mapping[str, int]) -> None:
-        """Tokens that the KV caches of these replicas hold. A cache that nobody told counts as endless."""
+        """Tokens that the KV caches of these replicas hold. A cache of unknown size counts as endless."""
         self._cache_tokens |= sizes
         self._replicas_changed()
 
     def oldest_version(self) -> int | None:
-        """Of the replicas that serve; None: nobody told any."""
+        """Of the replicas that serve; None: none is known."""
         return self._versions.oldest(self._inflight_requests)
 
     def wanted(self) -> int | None:
-        """The highest floor that a request waits for and nobody serves."""
+        """The highest floor that a request waits for and no replica serves."""
         return self._versions.wanted(self._inflight_requests)
 
     def _able(self, floor: int) -> Mapping[str, int]:
@@ -257,7 +267,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._engine_loads[server_id] = (answer, then)
 
     def _pace(self, server_id: str) -> EnginePace | None:
-        """One that has not been measured yet is like another that was: they run the same model."""
+        """Measured, or that of another replica until then: they run the same model."""
         return self._paces.get(server_id) or next(iter(self._paces.values()), None)
 
     def conversations_over(self, request_ids: list[str]) -> None:
@@ -267,7 +277,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self._refused.pop(request_id, None)
 
     def _let_go(self, conversations: Iterable[str]) -> None:
-        """They will not be gone on with where they are: of these caches, what is needed next is taken of theirs."""
+        """Tell the replicas that these prefixes can be evicted first."""
         homes: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for name in conversations:
             homes[self._request_id_to_server.get(name, "")].append((name, self._prompts.get(name, 0)))
@@ -276,7 +286,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
                 self._servers[home].let_go.remote(left)
 
     def worker_died(self, worker: str) -> None:
-        """Nobody waits for the requests of this rollout worker any more: they end, and give their places back."""
+        """End the requests of this rollout worker and free their places: no client waits for them any more."""
         self._dead.add(worker)
         for request_id in [name for name, waiting in self._refused.items() if waiting == worker]:
             del self._refused[request_id]
@@ -288,8 +298,8 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
             self.release_server(server_id, request.conversation)
 
     def even_out(self) -> None:
-        """Replicas have joined and are awake: requests of the others move to them, as far as that pays. They keep their
-        tokens, and their clients ask for a place again. Nobody moves to older weights than he had."""
+        """Replicas have joined and are awake: move requests of the others to them, as far as that pays. They keep their
+        tokens, and their clients ask for a place again. No request moves to older weights than it had."""
         newest = max((self._versions.of(server_id) for server_id in self._inflight_requests), default=0)
         empty = [name for name, n in self._inflight_requests.items() if not n and self._versions.of(name) == newest]
         if self._full_determinism or not empty:
@@ -308,7 +318,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._request_id_to_server.pop(conversation, None)
 
     def _interrupt(self, server_id: str, conversation: str) -> bool:
-        """False where the replica's name for one of its requests is unknown: nothing happens."""
+        """Abort the conversation's requests there; False, and none is, where the name of one is unknown."""
         names = [request.engine_name for request in self._running[server_id, conversation]]
         if not all(names):
             return False
@@ -317,7 +327,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         return True
 
     def _loads(self) -> list[ReplicaLoad]:
-        """Requests in flight."""
+        """By requests in flight."""
         return [self._load(server_id, requests, 0) for server_id, requests in self._inflight_requests.items()]
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:
@@ -346,7 +356,7 @@ class MeteredLoadBalancer(GlobalRequestLoadBalancer):
         self._replicas_changed()
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        """Every cache is lost, or about to be: conversations are placed anew."""
+        """Unpin all conversations: every cache is lost, or about to be."""
         self._newcomers.caches_lost()
         cleared: dict[str, Any] = super().clear_sticky_cache()
         return cleared
