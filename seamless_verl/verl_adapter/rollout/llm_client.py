@@ -20,6 +20,7 @@ from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
 from seamless_verl.verl_adapter.rollout.load_balancer import NONE_NEW_ENOUGH
 from seamless_verl.verl_adapter.rollout.request_log import (
@@ -73,7 +74,11 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._asked: dict[int, asyncio.Future[None]] = {}  # floor -> tells when a replica serves it
-        self._versions_differ = OmegaConf.select(self.config, "seamless.weights.sync") == "rolling"
+        section = OmegaConf.select(self.config, "seamless")
+        given: Any = OmegaConf.to_container(section, resolve=True) if section else None
+        self._seamless = SeamlessConfig.from_mapping(given)
+        # `adopt_config` always writes the section. Where it did not, servers may be verl's own, which know no parts.
+        self._part_tokens = self._seamless.supervise.tokens_at_risk if section else 0
 
     async def generate(
         self,
@@ -140,7 +145,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         Raises:
             RuntimeError: as `generate`.
         """
-        recorder = recorder_of_worker(OmegaConf.select(self.config, "seamless.run_dir"))
+        recorder = recorder_of_worker(self._seamless.run_dir)
         kept, asked = partial.token_ids, partial.sampling()
         call = ReplicaCall(recorder, request_id, prompt_tokens=len(prompt_ids) + len(kept), resumed=bool(kept))
 
@@ -185,7 +190,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             call.engine_name = turn if turn == request_id else name_of_turn(request_id, turn)
             extra["engine_name"] = call.engine_name
             extra["worker"] = this_worker()
-        floor = request_log.floor(request_id) if self._versions_differ else 0
+        floor = request_log.floor(request_id) if self._seamless.weights.sync == "rolling" else 0
         if floor:
             extra["floor"] = floor
         extra["group"], extra["session"] = request_log.group_of(request_id), request_log.session_of(request_id)
@@ -252,13 +257,12 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     @property
     def _oldest_first(self) -> bool:
         """The engine's queue is ordered by when sessions began, also after an interruption and from turn to turn."""
-        is_off = OmegaConf.select(self.config, "seamless.router.oldest_first") is False
-        return self._rollout("scheduling_policy") == "priority" and not is_off
+        return self._seamless.router.oldest_first and self._rollout("scheduling_policy") == "priority"
 
     @property
     def _outlives_replicas(self) -> bool:
         """A scheduler that is told of a dead replica goes on without it; verl's own trainer cannot."""
-        return OmegaConf.select(self.config, "seamless.scheduler.policy") is not None
+        return self._seamless.scheduler.policy is not None
 
     def _tokens_at_risk(self, *, is_journalled: bool) -> int:
         """After how many tokens those of an answer leave their replica; 0: at its end.
@@ -269,7 +273,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         is_useful = self._is_ours and (is_journalled or self._outlives_replicas)
         if not is_useful or self._rollout("enable_rollout_routing_replay"):
             return 0
-        return int(OmegaConf.select(self.config, "seamless.supervise.tokens_at_risk") or 0)
+        return self._part_tokens
 
     async def _leave(self, server: str | None, error: RayError) -> None:
         if server is not None:
