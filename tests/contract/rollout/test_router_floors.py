@@ -62,6 +62,8 @@ async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_
     client = client_of(Awaitable(balancer))
     request_log.reserve({"g": 4})
     calls = [asyncio.ensure_future(_in_session(client, "g", index)) for index in range(6)]
+    while sum(call.done() for call in calls) < 3:
+        await turn()
     for _ in range(100):
         await turn()
     assert [call.result() for call in calls if call.done()] == ["new"] * 3
