@@ -829,8 +829,10 @@ def _compared(monkeypatch, *differences):
 
 
 def test_the_largest_difference_of_log_probs_is_that_of_any_token_that_is_trained(monkeypatch):
-    report = _compared(monkeypatch, [0.0, -0.3, 9.0], [0.1, 0.0, 9.0])
+    """A row may train nothing: an agent loop of the user's own can mask what was cut off."""
+    report = _compared(monkeypatch, [9.0], [0.0, -0.3, 9.0], [0.1, 0.0, 9.0])
     assert report.max_logprob_diff == pytest.approx(0.3)
+    assert _compared(monkeypatch, [9.0]).max_logprob_diff is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -164,6 +164,8 @@ class StepMeter:
             return
         refused: list[str] = []
         for key, trained, sampled, mask in zip(on_policy, *(_rows_of(data[name]) for name in fields), strict=True):
+            if not mask.any():
+                continue  # an agent loop of the user's own masked all of it
             difference = (trained - sampled).abs()[mask.bool()].max().item()
             if math.isfinite(difference):
                 self._logprob_diff = max(self._logprob_diff or 0.0, difference)
