@@ -722,7 +722,8 @@ def _audited(monkeypatch, **changes):
         "rm_scores": torch.tensor([0.0, 1.0]),
     }
     stamp = {"digest": row_digest(*list(stored.values())[:4]), "violations": changes.pop("violations", 0)}
-    stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": {"passed": 1.0}}, **changes}
+    passed = {"passed": changes.pop("passed", 1.0)}
+    stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": passed}, **changes}
     first = stored | {"rm_scores": torch.tensor([0.0, -7.0])}  # of two rows of a session, the last one's reward counts
     both = {name: [first[name], value] for name, value in stored.items()}
     monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: both)
@@ -736,6 +737,16 @@ def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
     report = _audited(monkeypatch)
     assert (report.rows_audited, report.rollouts, report.reward, report.pass_rate) == (2, 1, 1.0, 1.0)
     assert report.tokens_per_s == 2.0
+
+
+@pytest.mark.parametrize(("passed", "rate"), [("3/5", None), ([1, 0], None), (7, None), (0.5, 0.5), (np.True_, 1.0)])
+def test_what_a_reward_calls_passed_is_a_rate_where_it_is_a_share(monkeypatch, passed, rate):
+    """verl's own agent loops may call anything so."""
+    from seamless_verl.verl_adapter.trainer.step_report import validation_report
+
+    assert _audited(monkeypatch, passed=passed).pass_rate == rate
+    (report,) = validation_report(1, ["s"] * 2, ["u", "v"], {"reward": [0.25, 0.25], "passed": [passed, None]})
+    assert (report.metric, report.mean) == (("reward", 0.25) if rate is None else ("passed", rate / 2))
 
 
 @pytest.mark.parametrize(

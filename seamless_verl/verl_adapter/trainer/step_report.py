@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import numpy as np
@@ -80,7 +81,7 @@ class StepMeter:
         self._lengths: list[tuple[int, int]] = []  # prompt, response
         self._sharing = {"tokens": 0.0, "tokens_computed": 0.0, "seconds_saved": 0.0}
         # session key -> (row index, reward, passed): the last row of a session carries its reward
-        self._sessions: dict[str, tuple[int, float, float | None]] = {}
+        self._sessions: dict[str, tuple[int, float, Any]] = {}
 
     def audit(self, batch: KVBatchMeta) -> None:
         """Compare every row about to be trained with the stamp that the proxy put on it after its own audit.
@@ -253,7 +254,7 @@ class StepMeter:
             total_steps=total_steps,
             step_s=step_s,
             reward=float(np.mean(rewards)) if rewards else 0.0,
-            pass_rate=float(np.mean(passed)) if passed else None,
+            pass_rate=float(np.mean(passed)) if passed and all(map(_is_share, passed)) else None,
             tokens_per_s=self._policy_tokens / step_s,
             staleness_mean=float(np.mean(self._staleness)) if self._staleness else 0.0,
             staleness_max=max(self._staleness, default=0),
@@ -308,13 +309,14 @@ def report_validation(
 def validation_report(
     step: int, data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]]
 ) -> Iterator[ValidationReport]:
-    """One report per data source, on ``passed`` where its rewards have it (0 without), else on the rewards.
+    """One report per data source, on ``passed`` where its rewards have shares there (0 without), else on the rewards.
 
     Tasks go by their names, which last from one validation to the next; where several prompts of a source share one,
     by their groups, which do not.
     """
     passed = infos.get("passed") or [None] * len(uids)
-    tells = {source for source, value in zip(data_sources, passed, strict=True) if value is not None}
+    told = [(source, value) for source, value in zip(data_sources, passed, strict=True) if value is not None]
+    tells = {source for source, _ in told} - {source for source, value in told if not _is_share(value)}
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     names = [str(name or uid) for name, uid in zip(infos.get("task_id") or uids, uids, strict=True)]
     prompts = Counter((source, name) for source, name, _ in {*zip(data_sources, names, uids, strict=True)})
@@ -336,6 +338,11 @@ def validation_report(
             rollouts=estimate.rollouts,
             task_means={task: sum(v) / len(v) for task, v in values.items()},
         )
+
+
+def _is_share(passed: Any) -> bool:
+    """Whether a ``passed`` can be averaged: verl's own agent loops may call a text ("3/5") or a count so."""
+    return isinstance(passed, (Real, np.bool_)) and bool(0 <= passed <= 1)
 
 
 def _rows_of(column: Any) -> list[Any]:
