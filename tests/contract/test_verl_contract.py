@@ -46,6 +46,7 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
     "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._maybe_log_val_generations",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",
@@ -879,6 +880,27 @@ def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_
         "validation after step 3: 1 of 2 rollouts are missing, and in none of these figures; verl's acc counts them "
         "as 0 (the reasons are in logs/)"
     ]
+
+
+def test_a_validation_is_reported_on_the_scores_and_on_as_many_as_were_asked_for_whatever_rewards_and_rows_say():
+    """verl 0.9.1 puts what a reward function calls ``reward`` between the scores; a row may name its rollouts."""
+    from omegaconf import OmegaConf
+
+    importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
+
+    reports, told = [], []
+    trainer = object.__new__(SeamlessTrainer)
+    trainer.config = OmegaConf.create({"trainer": {"log_val_generations": 0}})
+    trainer.global_steps = 3
+    trainer.reporter = types.SimpleNamespace(validation=reports.append, say=told.append)
+    trainer._maybe_log_val_generations(inputs=["", ""], outputs=["", ""], scores=[1.0, 0.5])
+    infos = {"reward": [1.0, 7.0, 0.5, 7.0], "score": [1.0, 0.5]}
+    expected = {("s", "u"): 1, ("s", "v"): 2}
+    found = trainer._val_metrics_update(["s", "s"], ["u", "v"], infos, [1, 1], expected_acc_counts=expected)
+    assert (reports[0].mean, reports[0].rollouts) == (0.75, 2)
+    assert found["val-core/s/reward/mean@1"] == 0.75
+    assert "1 of 3 rollouts are missing" in told[0]
 
 
 def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leaves_out_has_not_passed():

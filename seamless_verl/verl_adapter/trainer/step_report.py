@@ -299,7 +299,7 @@ def report_validation(
     """
     for report in validation_report(step, data_sources, uids, infos):
         reporter.validation(report)
-    if missing := wanted - len(uids):
+    if (missing := wanted - len(uids)) > 0:
         reporter.say(
             f"validation after step {step}: {missing} of {wanted} rollouts are missing, and in none of these "
             "figures; verl's acc counts them as 0 (the reasons are in logs/)"

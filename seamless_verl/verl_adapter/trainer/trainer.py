@@ -339,17 +339,17 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             return self.flight.books(())
         return self.flight.books(ray.get(self.standalone_server_manager.global_load_balancer.books.remote()))
 
+    def _maybe_log_val_generations(self, inputs: list[str], outputs: list[str], scores: list[float]) -> None:
+        self._validation_scores = scores
+        super()._maybe_log_val_generations(inputs, outputs, scores)
+
     def _val_metrics_update(
-        self,
-        data_sources: list[str],
-        sample_uids: list[str],
-        reward_extra_infos_dict: dict[str, list[Any]],
-        *args: Any,
-        **kwargs: Any,
+        self, data_sources: list[str], sample_uids: list[str], infos: dict[str, list[Any]], *args: Any, **kwargs: Any
     ) -> dict[str, float]:
-        wanted = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
-        report_validation(self.reporter, self.global_steps, wanted, data_sources, sample_uids, reward_extra_infos_dict)
-        return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
+        wanted = sum(kwargs["expected_acc_counts"].values())
+        infos["reward"] = self._validation_scores  # verl 0.9.1 adds what a reward function calls so
+        report_validation(self.reporter, self.global_steps, wanted, data_sources, sample_uids, infos)
+        return super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)
 
     # ---------------------------------------------------------------- validation, verl's own switch
 
