@@ -740,6 +740,30 @@ def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
     assert report.tokens_per_s == 2.0
 
 
+def test_beside_rows_of_verls_own_loops_without_log_probs_the_others_are_audited(monkeypatch):
+    """TransferQueue gives a column only where all rows that are asked for have it."""
+    import torch
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.verl_adapter.rollout.verl_samples import row_digest
+    from seamless_verl.verl_adapter.trainer import step_report
+
+    ones = dict.fromkeys(("prompts", "responses", "response_mask", "rm_scores"), torch.tensor([1]))
+    sampled = torch.tensor([-0.5])
+    stamp = {"digest": row_digest([1], [1], [1], sampled), "violations": 0}
+    rows = {"a_0_0": ones | {"extra_fields": {}}}
+    rows["b_0_0"] = ones | {"rollout_log_probs": sampled, "extra_fields": {"seamless": stamp}}
+
+    def get(keys, partition_id, select_fields):
+        return {f: [rows[k][f] for k in keys] for f in select_fields if all(f in rows[k] for k in keys)}
+
+    monkeypatch.setattr(step_report.tq, "kv_batch_get", get)
+    meter = step_report.StepMeter()
+    meter.audit(KVBatchMeta(partition_id="train", keys=[*rows], tags=[{}, {}], extra_info={}))
+    report = meter.finish(step=1, total_steps=1, timing={"step": 1.0})
+    assert (report.rows, report.rows_audited, report.audit_violations) == (2, 1, 0)
+
+
 @pytest.mark.parametrize(("passed", "rate"), [("3/5", None), ([1, 0], None), (7, None), (0.5, 0.5), (np.True_, 1.0)])
 def test_what_a_reward_calls_passed_is_a_rate_where_it_is_a_share(monkeypatch, passed, rate):
     """verl's own agent loops may call anything so."""

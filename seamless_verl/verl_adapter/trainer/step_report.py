@@ -18,7 +18,7 @@ from seamless_verl.observe.flight import RowsTrained
 from seamless_verl.observe.reporter import PoolStanding, Reporter, StepReport, ValidationReport
 from seamless_verl.observe.summary import clustered_mean
 from seamless_verl.observe.time_ledger import SliceSeconds, idle_shares
-from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD, row_digest
+from seamless_verl.verl_adapter.rollout.verl_samples import row_digest, stamps
 from seamless_verl.verl_adapter.trainer.trainer_flight import ROLLOUT, TRAINER
 
 _AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
@@ -91,6 +91,9 @@ class StepMeter:
         """
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_AUDIT_FIELDS)
         columns = {name: _rows_of(data[name]) for name in _AUDIT_FIELDS if name in data}
+        if "rollout_log_probs" not in columns:  # TransferQueue gives what all rows have; verl's own loops may keep none
+            stamped = [key for key, stamp in zip(batch.keys, stamps(columns["extra_fields"]), strict=True) if stamp]
+            columns["rollout_log_probs"] = _of_some("rollout_log_probs", stamped, batch)
         refused: list[str] = []
         for position, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
             if tag.get("is_padding", False):
@@ -100,8 +103,8 @@ class StepMeter:
             self._lengths.append((len(row["prompts"]), len(row["responses"])))
             self._policy_tokens += int(row["response_mask"].sum())
             self._count_session(key, row)
-            stamp = (row["extra_fields"] or {}).get(ROW_FIELD)
-            if stamp is None:
+            (stamp,) = stamps([row["extra_fields"]])
+            if not stamp:
                 continue  # rows of verl's own agent loops carry no stamp
             self._audited += 1
             found = row_digest(row["prompts"], row["responses"], row["response_mask"], row["rollout_log_probs"])
@@ -343,6 +346,15 @@ def validation_report(
 def _is_share(passed: Any) -> bool:
     """Whether a ``passed`` can be averaged: verl's own agent loops may call a text ("3/5") or a count so."""
     return isinstance(passed, (Real, np.bool_)) and bool(0 <= passed <= 1)
+
+
+def _of_some(name: str, keys: list[str], batch: KVBatchMeta) -> list[Any]:
+    """A column of ``batch`` of which only the rows ``keys`` are fetched; the others have None."""
+    if not keys:
+        return [None] * len(batch.keys)
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[name])
+    found = dict(zip(keys, _rows_of(data[name]), strict=True))
+    return [found.get(key) for key in batch.keys]
 
 
 def _rows_of(column: Any) -> list[Any]:
