@@ -303,8 +303,9 @@ class StreamingReplayBuffer(WokenReplayBuffer):
 
     def _began(self, uid: str, rows: Sequence[str]) -> int | None:
         """V_traj by the tags of a group's rows; None: not known, or what an agent loop of the user's own has there."""
-        started = [self.partitions["train"][key].get("min_global_steps") for key in rows]
-        if uid in self._adopted or None in started:
+        tags = [self.partitions["train"][key] for key in rows]
+        started = [int(tag["min_global_steps"]) for tag in tags if tag.get("min_global_steps") is not None]
+        if uid in self._adopted or len(started) < len(tags):
             return None
         version, asked, newest = min(started), self.floor_of(uid), self.protocol.version
         fields = ["extra_fields"]

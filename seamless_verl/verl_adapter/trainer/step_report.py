@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any, NoReturn
 
 import numpy as np
@@ -345,7 +344,7 @@ def validation_report(
 
 def _is_share(passed: Any) -> bool:
     """Whether a ``passed`` can be averaged: verl's own agent loops may call a text ("3/5") or a count so."""
-    return isinstance(passed, (Real, np.bool_)) and bool(0 <= passed <= 1)
+    return isinstance(passed, (int, float, np.integer, np.floating, np.bool_)) and bool(0 <= passed <= 1)
 
 
 def _of_some(name: str, keys: list[str], batch: KVBatchMeta) -> list[Any]:

@@ -77,6 +77,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
         self._step_began_at = 0.0  # of the recorder's clock
+        self._validation_scores: list[float] = []
         self.current_mode = separate_async.HybridEngineMode.TRAINER
         # Made in `_setup`, where verl makes its own.
         self.resource_pool_manager: Any = None
@@ -343,13 +344,12 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self._validation_scores = scores
         super()._maybe_log_val_generations(inputs, outputs, scores)
 
-    def _val_metrics_update(
-        self, data_sources: list[str], sample_uids: list[str], infos: dict[str, list[Any]], *args: Any, **kwargs: Any
-    ) -> dict[str, float]:
-        wanted = sum(kwargs["expected_acc_counts"].values())
+    def _val_metrics_update(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        data_sources, uids, infos, _ = args
         infos["reward"] = self._validation_scores  # verl 0.9.1 adds what a reward function calls so
-        report_validation(self.reporter, self.global_steps, wanted, data_sources, sample_uids, infos)
-        return super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)
+        wanted = sum(kwargs["expected_acc_counts"].values())
+        report_validation(self.reporter, self.global_steps, wanted, data_sources, uids, infos)
+        return super()._val_metrics_update(*args, **kwargs)
 
     # ---------------------------------------------------------------- validation, verl's own switch
 
