@@ -222,7 +222,7 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
     """
     warnings = []
     for key, newer in _OLDER.items():
-        if value := value_of(config, key, None):
+        if (value := value_of(config, key, None)) and value_of(config, newer, None) != value:
             unread = ConfigError(key, value, "verl 0.9.1's V1 trainers do not read it", f"write {newer}={value}")
             if key in _ASKED:
                 raise unread
