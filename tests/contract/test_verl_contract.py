@@ -937,7 +937,7 @@ def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leav
 
 
 def test_verls_reward_managers_call_a_plain_number_acc():
-    """Why the curriculum refuses an ``acc`` that comes alone; may go when verl tells the two apart."""
+    """Why the curriculum doubts an ``acc`` that comes alone; may go when verl tells the two apart."""
     from verl.experimental.reward_loop.reward_manager import dapo, naive
 
     importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer

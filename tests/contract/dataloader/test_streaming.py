@@ -630,7 +630,7 @@ def test_a_reward_without_the_accuracy_key_is_refused_with_what_it_has(queue):
         ("1", {"score": 1.0}, "no finite number"),
         (float("nan"), {"score": 1.0}, "no finite number"),
         (3.0, {}, "plain number"),
-        (0.1, {"overlong": False, "overlong_reward": 0.0}, "plain number"),
+        (1.1, {"overlong": False, "overlong_reward": 0.0}, "plain number"),
     ],
 )
 def test_a_reward_whose_accuracy_is_none_is_refused(queue, accuracy, beside, words):
@@ -648,6 +648,20 @@ def test_a_score_that_is_only_ever_right_or_wrong_is_an_accuracy(queue):
     rollout.finish("u1", (np.bool_(True), np.float32(0.5)), score=0.7)
     rollout.finish("u2", (np.float64(1.0), np.int64(0)))
     assert len(rollout.sample(3)[0]) == 3
+
+
+def test_of_a_plain_number_below_one_it_is_told_once_that_only_one_counts_as_solved(queue):
+    """verl's own scores of programs are shares of their tests."""
+    rollout = Rollout(queue, eta=0, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    rollout.buffer.admit(1)
+    rollout.finish("u0", (1.0, 0.7))
+    rollout.finish("u1", (0.7, 0.1), overlong=False, overlong_reward=-0.3)
+    rollout.sample(2)
+    assert [line for line in rollout.said if "plain number" in line] == [
+        "curriculum: the reward is a plain number, of which only 1 counts as solved"
+    ]
+    (epoch,) = rollout.loader.curriculum.state()["epochs"]
+    assert dict(epoch["outcomes"]) == {0: "mixed", 1: "all_wrong"}
 
 
 def test_other_data_is_refused(queue):
