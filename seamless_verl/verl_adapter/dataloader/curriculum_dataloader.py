@@ -137,7 +137,7 @@ class CurriculumLoader:
             problem = f"the reward of a rollout has {sorted(info) or 'nothing'} beside its score"
         elif not isinstance(value, (Real, np.bool_)) or not math.isfinite(value):
             problem = f"the reward of a rollout has {value!r} there, which is no finite number"
-        elif info.keys() <= _OF_A_PLAIN_NUMBER and value > 1:  # a bonus makes what is not solved look so
+        elif info.keys() <= _OF_A_PLAIN_NUMBER and float(value) > 1:  # a bonus makes what is not solved look so
             problem = f"the reward is a plain number ({value}), and its score does not say what is solved"
         else:
             if info.keys() <= _OF_A_PLAIN_NUMBER and value not in (0, 1):

@@ -90,9 +90,11 @@ class StepMeter:
         """
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_AUDIT_FIELDS)
         columns = {name: _rows_of(data[name]) for name in _AUDIT_FIELDS if name in data}
-        if "rollout_log_probs" not in columns:  # TransferQueue gives what all rows have; verl's own loops may keep none
-            stamped = [key for key, stamp in zip(batch.keys, stamps(columns["extra_fields"]), strict=True) if stamp]
-            columns["rollout_log_probs"] = _of_some("rollout_log_probs", stamped, batch)
+        stamped = [key for key, stamp in zip(batch.keys, stamps(columns["extra_fields"]), strict=True) if stamp]
+        if "rollout_log_probs" not in columns and stamped:  # some of verl's own loops keep none: nobody is given any
+            data = tq.kv_batch_get(keys=stamped, partition_id=batch.partition_id, select_fields=["rollout_log_probs"])
+            sampled = dict(zip(stamped, _rows_of(data["rollout_log_probs"]), strict=True))
+            columns["rollout_log_probs"] = [sampled.get(key) for key in batch.keys]
         refused: list[str] = []
         for position, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
             if tag.get("is_padding", False):
@@ -345,15 +347,6 @@ def validation_report(
 def _is_share(passed: Any) -> bool:
     """Whether a ``passed`` can be averaged: verl's own agent loops may call a text ("3/5") or a count so."""
     return isinstance(passed, (int, float, np.integer, np.floating, np.bool_)) and bool(0 <= passed <= 1)
-
-
-def _of_some(name: str, keys: list[str], batch: KVBatchMeta) -> list[Any]:
-    """A column of ``batch`` of which only the rows ``keys`` are fetched; the others have None."""
-    if not keys:
-        return [None] * len(batch.keys)
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[name])
-    found = dict(zip(keys, _rows_of(data[name]), strict=True))
-    return [found.get(key) for key in batch.keys]
 
 
 def _rows_of(column: Any) -> list[Any]:
