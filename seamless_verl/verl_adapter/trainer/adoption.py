@@ -52,13 +52,11 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         for key, value in read_elsewhere.items():
             OmegaConf.update(config, f"seamless.{key}", value, force_add=True)
         modes = config.trainer.v1
-        if modes.get(TRAINER_MODE) is None:
-            modes[TRAINER_MODE] = {}
         sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
-        modes[TRAINER_MODE].parameter_sync_step = sync_step
         modes.separate_async.parameter_sync_step = sync_step
         if seamless.staleness.policy == "reserve" and not has_own_sampler(config):
             modes.separate_async.num_warmup_batches = 0
+        modes[TRAINER_MODE] = OmegaConf.merge(modes.get(TRAINER_MODE) or {}, modes.separate_async)  # a sampler gets it
         agent = config.actor_rollout_ref.rollout.get("agent")
         if agent is not None and agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = MANAGER
@@ -112,12 +110,14 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
 
 
 def refuse_no_batch(config: DictConfig, prompts: int) -> None:
-    """Where too few prompts are left when verl has dropped those that are too long: it divides by the steps of an epoch
-    only when all has been started and validated."""
+    """Where too few prompts are left, perhaps as verl has dropped those that are too long: it divides by the steps of
+    an epoch only when all has been started and validated."""
     data = config.data
     if prompts < data.train_batch_size and not config.trainer.val_only:
-        problem = f"is more than the {prompts} prompts that data.max_prompt_length={data.max_prompt_length} leaves"
-        fix = f"{f'write {prompts} or less, ' if prompts else ''}raise that limit, or give more data"
+        is_filtered = data.get("filter_overlong_prompts", True)  # verl's default
+        left = f"that data.max_prompt_length={data.max_prompt_length} leaves" if is_filtered else "of data.train_files"
+        fixes = [f"write {prompts} or less"] * bool(prompts) + ["raise that limit"] * is_filtered + ["give more data"]
+        problem, fix = f"is more than the {prompts} prompts {left}", ", or ".join(fixes)
         raise ConfigError("data.train_batch_size", data.train_batch_size, problem, fix)
 
 
