@@ -134,10 +134,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     if config.ends_with_stdin:
         _watch_stdin(asyncio.get_running_loop(), stop)
     tokenizer = open_tokenizer(config.tokenizer, config.chat_template)
-    version = max(config.version, _last_version(config))
-    engine = VllmHttpEngine(
-        config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
-    )
+    engine = VllmHttpEngine(config.engine, config.model, api_key=config.engine_key, banned=tokenizer.placeholders)
     try:
         looking, stopped = asyncio.create_task(_deps(config, engine, tokenizer)), asyncio.create_task(stop.wait())
         await asyncio.wait({looking, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -181,8 +178,8 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     )
     if note := moving_note(renderer):
         _log.warning("%s: %s", config.tokenizer, note)
-    gate = _gate(engine, config)
-    served = await served_model(engine, is_paused=not gate.is_open)
+    paused = _paused(config)
+    served = await served_model(engine, is_paused=paused is not None and paused.exists())
     limits = config.limits
     images, blind = await _eyes(engine, tokenizer.image_token_id, limits)
     continues = await continues_grammars(engine, renderer.decode)
@@ -195,6 +192,8 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         journal.resume(sessions)
         _check_ids(config, tokenizer, len(sessions))
         counters.num_sessions = len(sessions)
+    # Last: while we waited for the server, the shards beside us may have been resumed, with a new version.
+    engine.stamp(max(config.version, _last_version(config)))
     deps = ProxyDeps(
         engine=engine,
         renderer=renderer,
@@ -209,7 +208,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         images=images,
         blind=blind or TEXT_ONLY,
         abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
-        gate=gate,
+        gate=_gate(engine, config),
         base_url=config.base_url,
         on_unsupported=config.on_unsupported,
     )
@@ -226,12 +225,17 @@ async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits)
         return None, str(error)
 
 
+def _paused(config: StandaloneConfig) -> Path | None:
+    """The file that is there while this proxy is paused, and the shards beside it."""
+    record = config.record
+    return record and (record.parent if config.prefix else record) / "paused"
+
+
 def _gate(engine: VllmHttpEngine, config: StandaloneConfig) -> Gate:
     """What it is told is written down first: a process started after us has to know, and a shard added beside us."""
-    record = config.record
-    if record is None:
+    record, paused = config.record, _paused(config)
+    if record is None or paused is None:
         return Gate(engine.stamp)
-    paused = (record.parent if config.prefix else record) / "paused"
     if paused.exists():
         _log.warning("%s: an earlier process was paused, so requests wait for POST /resume", paused)
 
