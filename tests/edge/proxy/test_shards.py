@@ -223,6 +223,26 @@ async def test_a_shard_that_waits_for_vllm_is_not_paused_when_the_others_were_re
     await back.close()
 
 
+async def test_a_front_ends_while_its_shards_wait_for_vllm(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")
+    proxy.record.mkdir()
+    (proxy.record / "paused").touch()
+    proxy.log.touch()
+    mock.latency_s = 100.0
+    starting = asyncio.create_task(asyncio.to_thread(proxy.start))
+    while proxy.log.read_text().count("is it paused, too") < 2:
+        assert not starting.done(), proxy.log.read_text()
+        await asyncio.sleep(0.1)
+    assert proxy.process is not None
+    children = psutil.Process(proxy.process.pid).children()
+    proxy.process.terminate()
+    with pytest.raises(AssertionError):  # it never said that it takes requests
+        await starting
+    await asyncio.to_thread(proxy.process.communicate, timeout=60)
+    assert proxy.process.returncode == 0
+    assert (await asyncio.to_thread(psutil.wait_procs, children, timeout=30))[1] == []
+
+
 async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "sitecustomize.py").write_text(TALK.format(folder=tmp_path))
     proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")
