@@ -298,7 +298,11 @@ def _sink(config: StandaloneConfig) -> FolderSink | None:
     if config.record is None:
         return None
     try:
+        if config.parquet:
+            import pyarrow.parquet  # noqa: F401 - no row could be written, and sessions would pile up
         return FolderSink(config.record, parquet=config.parquet)
+    except ImportError as error:
+        raise ConfigError("--rows", "parquet", f"needs pyarrow: {error}", "pip install pyarrow, or jsonl") from error
     except OSError as error:
         raise ConfigError("--record", config.record, f"cannot be written: {error}", "name another folder") from error
 

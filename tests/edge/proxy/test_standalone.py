@@ -8,12 +8,15 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.traffic import model_folder
+from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.deploy.standalone import StandaloneConfig, _sink
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
 from tests.fakes import CHATML, small_tokenizer
@@ -71,6 +74,14 @@ async def test_it_records_a_session_to_the_folder_and_forgets_it(mock: Mock, tmp
     assert database.execute("SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM turns)").fetchone() == (0, 0)
     database.close()
     assert handle.api_key not in proxy.log.read_text()
+
+
+def test_rows_as_parquet_are_refused_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+    nobody: dict[str, Any] = {"engine": "", "model": "", "tokenizer": "", "host": "", "port": 0, "admin_key": ""}
+    with pytest.raises(ConfigError, match="--rows=parquet: needs pyarrow"):
+        _sink(StandaloneConfig(record=tmp_path, parquet=True, **nobody))
 
 
 async def test_rows_as_parquet(mock: Mock, tmp_path: Path) -> None:
