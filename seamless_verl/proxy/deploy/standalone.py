@@ -240,9 +240,7 @@ def _gate(engine: VllmHttpEngine, config: StandaloneConfig) -> Gate:
         _log.warning("%s: an earlier process was paused, so requests wait for POST /resume", paused)
 
     def stamp(version: int) -> None:
-        temporary = record / f"{_VERSION_FILE}.part"
-        temporary.write_text(f"{version}\n", encoding="ascii")
-        temporary.replace(record / _VERSION_FILE)
+        _write_whole(record / _VERSION_FILE, f"{version}\n")
         engine.stamp(version)
 
     return Gate(stamp, paused)
@@ -253,11 +251,21 @@ def _check_ids(config: StandaloneConfig, tokenizer: FolderTokenizer, found: int)
     file = config.record / _TOKENIZER_FILE if config.record else None
     if file is None:
         return
-    digest = hashlib.sha256((tokenizer.folder / "tokenizer.json").read_bytes()).hexdigest()
-    if found and file.exists() and file.read_text(encoding="ascii") != digest:
+    ids = sorted(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).items())  # saved anew, a file differs
+    digest = hashlib.sha256(repr(ids).encode()).hexdigest()
+    known = file.read_text(encoding="ascii") if file.exists() else ""
+    if found and known and known != digest:
         fix = "start with the model that they were opened with, or record into another folder"
         raise ConfigError("--record", config.record, f"holds {found} open sessions of another tokenizer", fix)
-    file.write_text(digest, encoding="ascii")
+    if known != digest:
+        _write_whole(file, digest)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Half of it would be read as something else after a kill."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="ascii")
+    part.replace(file)
 
 
 def _last_version(config: StandaloneConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shutil
 import sqlite3
 import sys
 from collections.abc import AsyncIterator
@@ -278,6 +279,11 @@ async def test_open_sessions_are_not_continued_with_the_ids_of_another_tokenizer
     other = save_tokenizer(tmp_path / "other", small_tokenizer(CHATML))
     options = [*proxy.command[proxy.command.index("proxy") + 1 :], "--tokenizer", str(other)]
     assert "holds 1 open sessions of another tokenizer" in await asyncio.to_thread(refused, tmp_path, *options)
+    again = shutil.copytree(mock.folder, tmp_path / "again")  # as save_pretrained leaves it after a call that truncates
+    tokenizer = FolderTokenizer(again).backend_tokenizer
+    tokenizer.enable_truncation(8)
+    tokenizer.save(str(again / "tokenizer.json"))
+    proxy.command += ["--tokenizer", str(again)]
     await asyncio.to_thread(proxy.start)
     await admin.close_session(handle.id)
     assert proxy.stop() == 0
