@@ -1145,6 +1145,13 @@ async def test_an_interruption_at_the_last_token_of_the_budget_ends_the_generati
     assert len(scripted.asked) == 1
 
 
+@pytest.mark.parametrize(("asked", "told"), [(2, "length"), (3, "completed")])
+async def test_an_answer_that_fills_its_budget_ended_by_length_as_under_verls_client(asked, told, monkeypatch):
+    client, _ = _client(monkeypatch, [([1, 2], 4, "completed")])
+    output = await client.generate("r", prompt_ids=[0], sampling_params={"max_tokens": asked})
+    assert output.stop_reason == told
+
+
 async def test_without_a_limit_the_configured_response_length_is_the_budget(monkeypatch):
     client, scripted = _client(monkeypatch, [([1] * 20, 1, "aborted"), ([2], 1, "completed")])
     output = await client.generate("r", prompt_ids=[9], sampling_params={})
