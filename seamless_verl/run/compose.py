@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +305,7 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
 def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """A run folder is this process's, from the checks of its run to the end of its last life.
 
-    Where it was another machine's, that one may be gone: it is given time to give a sign of life.
+    Where it was another machine's or container's, that one may be gone: it is given time to give a sign of life.
 
     Raises:
         ConfigError: the run whose folder it is goes on.
@@ -332,14 +332,16 @@ def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         raise refusal from None
     try:
         with file:
-            file.write(identity(os.getpid()))
+            file.write(mine := identity(os.getpid()))
         yield
     finally:
-        pid.unlink(missing_ok=True)
+        with suppress(OSError):
+            if pid.read_text() == mine:  # not of one that heard nothing of us for so long
+                pid.unlink()
 
 
 def run_is_alive(folder: Path) -> bool:
-    """Whether the process that owns a run folder still lives; one on another machine touches its file meanwhile."""
+    """Whether the process that owns a run folder lives; one that is not seen from here touches its file meanwhile."""
     pid = folder / "pid"
     try:
         alive = is_alive(pid.read_text())

@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.machine import identity
+from seamless_verl.machine import identity, is_alive
 from seamless_verl.run import compose
 
 RUNS = Path("/somewhere/runs")
@@ -148,14 +148,29 @@ def test_a_run_on_another_machine_is_alive_while_its_supervisor_touches_its_file
     assert not compose.run_is_alive(tmp_path)
 
 
-def test_a_run_is_alive_whatever_happens_to_the_clock_and_dead_after_a_reboot(tmp_path, monkeypatch):
-    mine = identity(os.getpid())
-    (tmp_path / "pid").write_text(mine)
+def test_a_run_is_alive_whatever_happens_to_the_clock(tmp_path, monkeypatch):
+    (tmp_path / "pid").write_text(identity(os.getpid()))
     monkeypatch.setattr("psutil.boot_time", lambda: 0.0)
     assert compose.run_is_alive(tmp_path)
-    number, ticks, _, host = mine.split()
-    (tmp_path / "pid").write_text(f"{number} {ticks} another-boot {host}")
-    assert not compose.run_is_alive(tmp_path)
+
+
+@pytest.mark.parametrize("part", [2, 3])
+def test_an_owner_of_another_boot_or_container_is_another_machines_under_the_same_name(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(compose, "_LOOK_S", 0.01)
+    words, said = identity(os.getpid()).split(), []
+    words[part] = "pid:[7]"
+    owner = tmp_path / "pid"
+    owner.write_text(" ".join(words))
+    assert is_alive(owner.read_text()) is None
+
+    def quiet(line):
+        said.append(line)
+        os.utime(owner, (1, 1))
+
+    with compose.claimed(tmp_path, quiet):
+        assert "waiting for 300 s of silence" in said[0]
+        owner.write_text("7 123 a-boot pid:[7] another-host")  # took it over, since we gave no sign of life
+    assert owner.exists()
 
 
 @pytest.mark.parametrize(
