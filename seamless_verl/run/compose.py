@@ -33,8 +33,12 @@ GROUPS = ("seamless", "platform", "recipe")
 _WRITTEN = tuple(f"trainer.{name}_dir" for name in ("default_local", "rollout_data", "validation_data"))
 _READ = (
     "trainer.resume_from_path",
-    *(f"{part}.model.{name}" for part in ("actor_rollout_ref", "critic") for name in ("path", "tokenizer_path")),
-    "reward.custom_reward_function.path",
+    *(f"{p}.model.{n}path" for p in ("actor_rollout_ref", "critic") for n in ("", "tokenizer_", "hf_config_")),
+    "actor_rollout_ref.model.lora_adapter_path",
+    *(f"actor_rollout_ref.rollout.multi_turn.{name}_path" for name in ("tool_config", "function_tool")),
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    *(f"reward.{name}" for name in ("custom_reward_function.path", "reward_manager.module.path")),
+    "reward.reward_model.model_path",
     "data.custom_cls.path",
 )
 _QUIET_S = 300.0  # without a sign of life, after which the run on another machine is taken for dead

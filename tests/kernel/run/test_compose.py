@@ -243,17 +243,27 @@ def test_other_refusals_keep_their_own_words():
 def test_paths_are_those_of_the_commands_folder_wherever_actors_open_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
+    (tmp_path / "mine.py").touch()
+    mine = "rollout.multi_turn.tool_config_path", "rollout.multi_turn.function_tool_path", "model.lora_adapter_path"
+    mine = [f"actor_rollout_ref.{name}" for name in (*mine, "rollout.agent.agent_loop_config_path")]
+    mine += ["reward.reward_manager.module.path", "reward.custom_reward_function.path"]
     written = {"default_local_dir": "checkpoints/${.name}", "name": "x", "rollout_data_dir": "hdfs://a/b"}
     config = OmegaConf.create(
         {
             "trainer": {**written, "validation_data_dir": None, "resume_from_path": "/here/global_step_5"},
             "actor_rollout_ref": {"model": {"path": "model"}},
             "critic": {"model": {"path": "Qwen/Qwen3-8B"}},
+            "reward": {"reward_model": {"model_path": "Skywork/Skywork-Reward"}},
         }
     )
+    for key in mine:
+        OmegaConf.update(config, key, "mine.py", force_add=True)
     before = OmegaConf.to_container(config, resolve=True)
     OmegaConf.set_struct(config, True)
     compose.make_absolute(config)
+    assert [OmegaConf.select(config, key) for key in mine] == [str(tmp_path / "mine.py")] * len(mine)
+    for key in mine:
+        OmegaConf.update(config, key, "mine.py")
     before["trainer"]["default_local_dir"] = str(tmp_path / "checkpoints" / "x")
     before["actor_rollout_ref"]["model"]["path"] = str(tmp_path / "model")
     assert OmegaConf.to_container(config, resolve=True) == before
