@@ -299,9 +299,10 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
     if INTERPRETER in os.environ:
         environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
-    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left.
-    marks = {name: os.environ[name] for name in MARKS if name in os.environ}
-    merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": marks}, environment, own))
+    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left, nor
+    # how long a transfer of weights may wait.
+    told = {key: value for key, value in os.environ.items() if key in MARKS or key.startswith("SEAMLESS_TRANSFER_")}
+    merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": told}, environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
     if cluster_address(settings.get("address")) is None:
         settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))  # where the supervisor looks for logs
