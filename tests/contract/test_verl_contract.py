@@ -103,6 +103,8 @@ NAMES = [
     "ray.exceptions:OutOfMemoryError",
     "ray.util:list_named_actors",
     "transfer_queue.controller:TransferQueueController",
+    "transfer_queue.interface:_TQ_CONTROLLER",
+    "transfer_queue.interface:close",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.get_reward_handles",
     "verl.utils.import_utils:load_class_from_fqn",
     # rollout

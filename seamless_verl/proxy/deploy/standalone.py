@@ -319,7 +319,7 @@ def _lock(folder: Path) -> None:
     """One process per folder, held until the process ends, however it ends.
 
     Raises:
-        ConfigError: the folder cannot be written, or another process records there.
+        ConfigError: the folder cannot be written or locked, or another process records there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -330,8 +330,10 @@ def _lock(folder: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(handle)
-        fix = "stop that process, or name another folder"
-        raise ConfigError("--record", folder, "another process records there", fix) from error
+        problem, fix = f"cannot be locked: {error}", "name a folder on this node's own disk"
+        if isinstance(error, BlockingIOError):
+            problem, fix = "another process records there", "stop that process, or name another folder"
+        raise ConfigError("--record", folder, problem, fix) from error
 
 
 def read_key(option: str, file: Path, *, make: bool) -> str:

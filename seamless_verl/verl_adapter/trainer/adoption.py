@@ -7,15 +7,17 @@ import os
 import uuid
 from pathlib import Path
 
+import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from transfer_queue import interface as transfer_queue
 
 from seamless_verl.config import TRAINER_MODE, SeamlessConfig, StalenessConfig
-from seamless_verl.errors import ConfigError
+from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import WEIGHTS, survey
 from seamless_verl.run import check_batches
 from seamless_verl.run.check_combinations import MANAGER, check_engine, has_own_sampler, told_of_sampler
 from seamless_verl.run.check_gpu_memory import check_memory
-from seamless_verl.run.check_machine import check_packages
+from seamless_verl.run.check_machine import ADDRESS, check_packages
 from seamless_verl.run.check_weights import check_adapter, check_weights
 from seamless_verl.run.recipe_assets import plain
 from seamless_verl.run.supervisor import RUN_ID
@@ -95,7 +97,9 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
 
     Raises:
         ConfigError: key, value and fix, before a worker has been started.
+        MachineError: see `refuse_joined_queue`.
     """
+    refuse_joined_queue()
     settings, machine = plain(config), survey(Path.cwd())
     check_batches.check_sequences(settings)
     check_batches.check_batches(settings)
@@ -107,6 +111,23 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
     warnings += check_memory(settings, machine)
     for warning in warnings:
         _log.warning("%s", warning)
+
+
+def another_run() -> MachineError:
+    found = "another verl run is on it, and TransferQueue is one per cluster: each would train the other's rows"
+    return MachineError("Ray cluster", found, f"wait for its end, or start your own: ++{ADDRESS}=local")
+
+
+def refuse_joined_queue() -> None:
+    """Where ``tq.init`` has joined the TransferQueue of another run, which it does without a word.
+
+    Raises:
+        MachineError: it did. It is let go before, since ``tq.close``, which verl then calls, would end it.
+    """
+    controller = transfer_queue._TQ_CONTROLLER
+    if controller is not None and controller._actor_id.job_id.hex() != ray.get_runtime_context().get_job_id():
+        transfer_queue._TQ_CONTROLLER = None
+        raise another_run()
 
 
 def refuse_no_batch(config: DictConfig, prompts: int) -> None:

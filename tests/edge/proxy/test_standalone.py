@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import resource
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from benchmarks.traffic import model_folder
 from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.deploy import standalone
 from seamless_verl.proxy.deploy.standalone import StandaloneConfig, _sink
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.sessions import SessionSpec
@@ -299,6 +301,15 @@ async def test_two_processes_do_not_share_a_folder(mock: Mock, tmp_path: Path) -
     options[options.index("--port") + 1] = "0"
     assert "another process records there" in await asyncio.to_thread(refused, tmp_path, *options)
     proxy.stop()
+
+
+def test_a_disk_without_locks_is_told_from_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match="cannot be locked: .*No locks available.*this node's own disk"):
+        standalone._lock(tmp_path)
 
 
 async def test_bad_options_are_named(mock: Mock, tmp_path: Path) -> None:
