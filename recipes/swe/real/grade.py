@@ -16,7 +16,7 @@ from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.patches import matching, touched_paths, without_paths
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
 from seamless_verl.recipes.swe.real.results import Outcome, ReportError, Score, parse_junit, parse_log, score
-from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
+from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox, SandboxError
 from seamless_verl.recipes.swe.real.task import SweTask
 from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, changed_paths, restore, start_workspace
 
@@ -55,7 +55,13 @@ async def _grade(sandbox: Sandbox, request: GradeRequest, *, deadline: float) ->
     if dropped:
         notes.insert(0, f"left out of the patch: {', '.join(dropped[:5])}")
     await apply_tests(sandbox, task.test_patch)
-    result, outcomes = await run_tests(sandbox, task, limit_s=max(1.0, deadline - time.monotonic()))
+    try:
+        result, outcomes = await run_tests(sandbox, task, limit_s=max(1.0, deadline - time.monotonic()))
+    except SandboxError as error:
+        if not await sandbox.ended():
+            raise
+        detail = f"the tests ended their sandbox: {error}"
+        return GradeResult(num_passed=0, num_tests=len(task.expected) or 1, detail=detail)
     graded = score(task.expected, outcomes, exit_code=None if result.timed_out else result.exit_code)
     notes += _explain(graded, result, outcomes)
     return GradeResult(

@@ -179,6 +179,10 @@ async def _run_agent(
         patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
     except DiffError as error:
         patch, detail = "", "; ".join(filter(None, (detail, str(error))))
+    except SandboxError as error:
+        if not await sandbox.ended():
+            raise
+        patch, detail = "", f"the agent ended its sandbox: {error}"
     return HarnessResult(ended=status, patch=patch, detail=detail)
 
 

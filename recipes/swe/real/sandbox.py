@@ -8,7 +8,9 @@ Invariant: after `stop` nothing of the sandbox is left (container, folder, runni
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
+import subprocess
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -33,6 +35,10 @@ _LONG = (
     "; echo $code > {folder}/code.part; mv {folder}/code.part {folder}/code"
 )
 _TIMED_OUT = 124
+# From swe-rex's server, where it cannot start a process: the folder or bash is gone, no process id is free, the line is
+# too long. By exact type, since those of a lost connection are OSErrors as well.
+_UNSTARTABLE = (OSError, BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError)
+_END_S = 5.0
 _POLL_S = (0.2, 5.0)
 
 
@@ -117,6 +123,16 @@ class Sandbox:
         problems.append(await self._stop_deployment())
         return "; ".join(filter(None, problems))
 
+    async def ended(self) -> bool:
+        """Whether the container has ended by itself, as what runs in it can bring about."""
+        process = getattr(self._deployment, "_container_process", None)
+        if process is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the client hears of it a little later
+            await asyncio.to_thread(process.wait, _END_S)
+        # 125: the daemon failed; negative: somebody killed the client.
+        return process.returncode is not None and process.returncode >= 0 and process.returncode != 125
+
     async def run(self, command: str, *, timeout_s: float) -> CommandResult:
         """Run a bash command in `cwd`; a command that fails or hangs is a result, not an error.
 
@@ -137,6 +153,8 @@ class Sandbox:
         except CommandTimeoutError:
             return CommandResult(output="", exit_code=_TIMED_OUT, timed_out=True)
         except Exception as error:
+            if type(error) in _UNSTARTABLE:
+                return CommandResult(output=f"cannot be started: {type(error).__name__}: {error}", exit_code=126)
             raise SandboxError(f"sandbox did not answer: {type(error).__name__}: {error}") from error
         exit_code = response.exit_code if response.exit_code is not None else 1
         return CommandResult(output=response.stdout, exit_code=exit_code, timed_out=exit_code == _TIMED_OUT)

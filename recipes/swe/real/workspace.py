@@ -132,12 +132,7 @@ async def worktree_diff(sandbox: Sandbox) -> str:
     script = _TAKE_DIFF.format(
         scratch=sandbox.scratch, base=sandbox.base, leave_out=leave_out, path=path, limit=MAX_DIFF_BYTES
     )
-    try:
-        result = await sandbox.run(script, timeout_s=MAX_COMMAND_S)
-    except SandboxError as error:
-        sandbox.cwd = "/"
-        await sandbox.check("true")
-        raise DiffError("no diff could be taken: the repository's folder is gone") from error
+    result = await sandbox.run(script, timeout_s=MAX_COMMAND_S)
     if result.exit_code != 0:
         raise DiffError(f"no diff could be taken: {' '.join(result.output.split())[-300:]}")
     return base64.b64decode(await sandbox.read(f"{path}.b64")).decode("utf-8", "surrogateescape")

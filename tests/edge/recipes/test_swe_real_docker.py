@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from seamless_verl.agents.contract import AgentJob
+from seamless_verl.agents.contract import AgentJob, AgentStatus
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real import child
 from seamless_verl.recipes.swe.real import runner as runner_module
@@ -133,6 +133,11 @@ def containers(docker: Path) -> list[str]:
     return [path.stem for path in docker.glob("*.label")]
 
 
+def end_the_only_container(docker: Path) -> None:
+    (container,) = docker.glob("*.pid")
+    os.killpg(int(container.read_text()), signal.SIGKILL)
+
+
 def task(tmp_path: Path, server: ModelServer) -> AgentJob:
     repository = make_repository(tmp_path / "origin")
     return job_of(repository, server, image="calc:1", workdir=str(tmp_path / "testbed"))
@@ -180,6 +185,33 @@ async def test_a_killed_harness_leaves_no_container(serve: Serve, docker: Path, 
 
     await swe.close()
     assert "rm --force --volumes" in (docker / "calls").read_text()
+
+
+async def test_an_agent_that_ends_its_container_is_graded(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    server = serve(["sleep 60"])
+    swe = runner()
+    attempt = asyncio.ensure_future(swe.run(task(tmp_path, server)))
+    await first_request(server)
+    end_the_only_container(docker)
+
+    report = await attempt
+    await swe.close()
+
+    assert (report.status, report.reward) == (AgentStatus.FAILED, 0.0)
+    assert report.detail.startswith("the agent ended its sandbox: "), report.detail
+
+
+async def test_tests_that_end_their_container_have_not_passed(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    # The agent's container is gone: the only one with a label is that of the grade.
+    ends = f"cd {docker}; label=$(echo *.label); kill -9 -$(cat ${{label%.label}}.pid)"
+    job = task(tmp_path, serve(SUBMIT_PATCH))
+    swe = runner()
+
+    report = await swe.run(dataclasses.replace(job, task={**job.task, "test_command": ends}))
+    await swe.close()
+
+    assert report.reward == 0.0
+    assert "the tests ended their sandbox: " in report.detail, report.detail
 
 
 async def test_a_container_that_does_not_come_up_is_no_reward(

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -81,6 +82,21 @@ async def test_quotes_exit_codes_and_variables_arrive(sandbox: Sandbox) -> None:
     result = await sandbox.run('echo "it\'s $PAGER" >&2; exit 7', timeout_s=20)
 
     assert (result.exit_code, result.output) == (7, "it's cat\n")
+
+
+async def test_a_command_that_cannot_be_started_is_a_result(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = AsyncMock(side_effect=BlockingIOError("[Errno 11] Resource temporarily unavailable"))
+    with monkeypatch.context() as no_process_is_free:
+        no_process_is_free.setattr(sandbox._deployment.runtime, "execute", full)
+        result = await sandbox.run("true", timeout_s=20)
+    assert result.exit_code == 126
+    assert "BlockingIOError: [Errno 11]" in result.output
+    assert (await sandbox.run(f"true {'x' * 200_000}", timeout_s=20)).exit_code == 126
+    sandbox.cwd = str(tmp_path / "gone")
+    assert (await sandbox.run("true", timeout_s=20)).exit_code == 126
+    sandbox.cwd = "/"
 
 
 async def test_long_commands_are_polled_and_limited(sandbox: Sandbox) -> None:
