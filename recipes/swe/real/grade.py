@@ -83,7 +83,9 @@ async def run_tests(sandbox: Sandbox, task: SweTask, *, limit_s: float) -> tuple
     report = f"{sandbox.scratch}/junit.xml"
     # By environment, so that the command stays the task's: tox, make or a script may stand between it and pytest.
     options = shlex.quote(f"--junitxml={report} -rA -p no:cacheprovider")
-    line = f'export PYTEST_ADDOPTS="${{PYTEST_ADDOPTS:-}} "{options} PYTHONDONTWRITEBYTECODE=1\n{task.test_command}\n'
+    # xdist's -nauto, as in mypy's pytest.ini, would start a worker for each CPU of the host.
+    more = "PYTHONDONTWRITEBYTECODE=1 PYTEST_XDIST_AUTO_NUM_WORKERS=0"
+    line = f'export PYTEST_ADDOPTS="${{PYTEST_ADDOPTS:-}} "{options} {more}\n{task.test_command}\n'
     result = await sandbox.run_long(line, timeout_s=limit_s)
     found = await sandbox.run(f"test -s {report}", timeout_s=30)
     printed = parse_log(result.output)

@@ -49,7 +49,10 @@ def test_a_swe_bench_record_becomes_a_task() -> None:
     task = parse_record(record(), Defaults(image_template="swe-bench"))
 
     assert task.expected == ("tests/test_a.py::test_x", "tests/test_b.py::test_y[a b]", "tests/test_a.py::test_z")
-    assert task.test_command == "python -m pytest -q tests/test_a.py tests/test_b.py"
+    ids = "tests/test_a.py::test_x 'tests/test_b.py::test_y[a b]' tests/test_a.py::test_z"
+    files = "python -m pytest -q tests/test_a.py tests/test_b.py"
+    run = f"python -m pytest -q {ids}; code=$?; if [ $code = 4 ]; then {files}; else (exit $code); fi"
+    assert task.test_command == run
     assert task.view.image == "swebench/sweb.eval.x86_64.owner_1776_name-1:latest"
     assert SweTask.from_mapping(json.loads(task.to_json())) == task
 
@@ -75,6 +78,13 @@ def test_neither_solution_nor_tests_are_in_what_the_agent_sees() -> None:
         ({}, Defaults(test_commands={"owner/name": "a", "owner/name@1.0": "b"}, test_command="c"), "b"),
         ({}, Defaults(test_commands={"owner/name": "a"}, test_command="c"), "a"),
         ({}, Defaults(test_command="c"), "c"),
+        ({"FAIL_TO_PASS": ["a.py::x[b", "a.py::y"], "PASS_TO_PASS": []}, Defaults(), "python -m pytest -q a.py"),
+        (
+            {"FAIL_TO_PASS": ["a.py::x[b", "b.py::y"], "PASS_TO_PASS": ["a.py::z"]},
+            Defaults(test_command="make {test_ids} # {test_files}"),
+            "make a.py b.py::y # a.py b.py",
+        ),
+        ({"FAIL_TO_PASS": [f"a.py::x{'x' * 500_000}"], "PASS_TO_PASS": []}, Defaults(), "python -m pytest -q a.py"),
     ],
 )
 def test_where_the_test_command_comes_from(more: dict[str, Any], defaults: Defaults, command: str) -> None:
@@ -111,6 +121,7 @@ def test_commands_are_given_the_files_of_the_ids_else_of_the_test_patch(repo: st
     ("more", "message"),
     [
         ({"test_cmd": "x {test_files}", "FAIL_TO_PASS": ["x"]}, "{test_files}, and neither the tests' ids nor"),
+        ({"test_cmd": "x {test_ids}", "FAIL_TO_PASS": ["x"]}, "{test_ids}, and the names of the tests are no pytest"),
         (
             {"FAIL_TO_PASS": None, "PASS_TO_PASS": None},
             "test_command: is missing.*no FAIL_TO_PASS either",
