@@ -87,10 +87,12 @@ if sys.argv[1] == "run":
     (STATE / (option("--name") + ".label")).write_text(option("--label"))
     sys.exit(running.wait())
 if sys.argv[1] == "kill":
-    end(args[0])
+    sys.exit("tried to kill container, and it runs on") if (STATE / "busy").exists() else end(args[0])
 if sys.argv[1] == "rm":
     for name in args[2:]:
         end(name)
+        if (STATE / "busy").exists():
+            sys.exit("removal of container " + name + " is already in progress")
 if sys.argv[1] == "ps" and "--filter" in args:
     for path in STATE.glob("*.label"):
         if "label=" + path.read_text() == option("--filter"):
@@ -214,6 +216,17 @@ async def test_tests_that_end_their_container_have_not_passed(serve: Serve, dock
     assert "the tests ended their sandbox: " in report.detail, report.detail
 
 
+async def test_a_container_that_cannot_be_killed_and_is_being_removed_goes_and_costs_no_result(
+    serve: Serve, docker: Path, tmp_path: Path
+) -> None:
+    (docker / "busy").touch()
+    swe = runner()
+    report = await swe.run(task(tmp_path, serve(SUBMIT_PATCH)))
+    await swe.close()
+    assert report.reward == 1.0, report.detail
+    assert not containers(docker)
+
+
 async def test_a_container_that_does_not_come_up_is_no_reward(
     serve: Serve, docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,14 +246,18 @@ async def test_a_container_that_does_not_come_up_is_no_reward(
 
 
 async def test_a_daemon_that_hangs_does_not_hang_the_attempt(
-    docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    docker: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child, "CLIENT_S", 0.5)
     (docker / "hung").touch()
     gone = child.Child(module="no.such.module", token="t", request=b"", timeout_s=60, container_runtime="docker")
 
-    with pytest.raises(ChildError, match=r"docker ps did not answer within 0\.5 s, containers may be left"):
+    # Why the attempt failed is told all the same.
+    with pytest.raises(ChildError, match=r"ended with 1 and no result: .*No module named"):
         await child.run_child(gone)
+    assert "docker ps did not answer within 0.5 s, containers may be left" in caplog.text
+    with pytest.raises(ChildError, match=r"docker ps did not answer within 0\.5 s, containers may be left"):
+        await child.remove_containers("docker", "t")
 
 
 RUNNER = """
