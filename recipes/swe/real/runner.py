@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import secrets
 import shutil
 import subprocess
@@ -35,7 +36,9 @@ _PACKAGES = {"swerex": "swe-rex", "minisweagent": "mini-swe-agent"}
 _PACKAGE = "seamless_verl.recipes.swe.real"
 
 # Ways in which mini-swe-agent ends by itself. Anything else is the name of an error.
-_ORDERLY = frozenset({"Submitted", "LimitsExceeded", "RepeatedFormatError"})
+_ORDERLY = frozenset({"Submitted", "LimitsExceeded", "RepeatedFormatError", "ContextWindowExceededError"})
+# The proxy's words for a budget that is spent; the client's error has the same name where a session asks too often.
+_SPENT = re.compile(r"has used its \d+ (turns|tokens)")
 _OVERTIME = frozenset({"TimedOut", "TimeExceeded"})
 
 
@@ -205,7 +208,8 @@ def _detail(left: HarnessResult, grade: GradeResult) -> str:
 def _status(left: HarnessResult) -> AgentStatus:
     if left.ended in _OVERTIME:
         return AgentStatus.TIMED_OUT
-    return AgentStatus.FINISHED if left.ended in _ORDERLY else AgentStatus.FAILED
+    spent = left.ended == "RateLimitError" and _SPENT.search(left.detail)
+    return AgentStatus.FINISHED if spent or left.ended in _ORDERLY else AgentStatus.FAILED
 
 
 def _report(status: AgentStatus, grade: GradeResult, settings: RunnerSettings, detail: str) -> AgentReport:
