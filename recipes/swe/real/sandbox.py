@@ -24,7 +24,9 @@ CONTAINER_LABEL = "seamless-verl-job"
 INSTALL = "pip install -e '/path/to/clone[swe]'"
 
 # One shell line around every command: a limit that ends the whole process group, and a cap on what is kept of the
-# output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted.
+# output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted. What stands before the
+# line of `_BEGIN` is what an image's .bashrc prints at every start of bash.
+_BEGIN = "seamless-verl: the command begins\n"
 _WRAPPER = 'set -o pipefail; timeout -k 5 "$1" bash -c "$2" 2>&1 </dev/null | head -c "$3"'
 # The same around a long one, which may leave a process behind that holds the output open: what collects the output is
 # waited for, but not for long. cat under a limit and not head, which keeps its last 4 KiB to itself until the end.
@@ -111,7 +113,7 @@ class Sandbox:
 
         Returns:
             What may be left, or an empty string. Not an error: the attempt's result stands, and the runner removes
-            containers by label when it is told.
+            containers by label.
         """
         problems = []
         if self._deployment is not None and self._settings.shared:
@@ -144,8 +146,9 @@ class Sandbox:
 
         seconds = min(timeout_s, MAX_COMMAND_S)
         pairs = [f"{key}={value}" for key, value in self._settings.command_env.items()]
-        limit = str(self._settings.output_limit_bytes)
-        argv = ["env", *pairs, "bash", "-c", _WRAPPER, "run", f"{seconds:.1f}", command, limit]
+        limit = str(self._settings.output_limit_bytes + len(_BEGIN))
+        begun = f"echo '{_BEGIN[:-1]}'\n{command}"
+        argv = ["env", *pairs, "bash", "-c", _WRAPPER, "run", f"{seconds:.1f}", begun, limit]
         # A background process that holds the output open outlives the wrapper's limit; the request has one as well.
         request = Command(command=argv, cwd=self.cwd, timeout=seconds + 10, merge_output_streams=True)
         try:
@@ -157,7 +160,8 @@ class Sandbox:
                 return CommandResult(output=f"cannot be started: {type(error).__name__}: {error}", exit_code=126)
             raise SandboxError(f"sandbox did not answer: {type(error).__name__}: {error}") from error
         exit_code = response.exit_code if response.exit_code is not None else 1
-        return CommandResult(output=response.stdout, exit_code=exit_code, timed_out=exit_code == _TIMED_OUT)
+        before, begin, output = response.stdout.partition(_BEGIN)
+        return CommandResult(output=output if begin else before, exit_code=exit_code, timed_out=exit_code == _TIMED_OUT)
 
     async def check(self, command: str, *, timeout_s: float = MAX_COMMAND_S) -> str:
         """Run a command that has to succeed; returns its output.
@@ -181,7 +185,7 @@ class Sandbox:
         waited, pause = 0.0, _POLL_S[0]
         while waited < timeout_s + 30:
             code = (await self.run(f"cat {folder}/code 2>/dev/null || true", timeout_s=30)).output.strip()
-            if code:
+            if code.isdigit():
                 output = await self.read(f"{folder}/out")
                 return CommandResult(output=output, exit_code=int(code), timed_out=int(code) == _TIMED_OUT)
             await asyncio.sleep(pause)

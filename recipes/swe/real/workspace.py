@@ -109,8 +109,7 @@ async def prepare_workspace(sandbox: Sandbox, view: AgentView, settings: Sandbox
         if result.exit_code != 0:
             raise SandboxError(f"setup_command failed with {result.exit_code}: {result.output[-2000:]}")
     await sandbox.check(_COMMIT_LEFTOVERS)
-    # The last word: a start-up file of bash may print before.
-    sandbox.base = (await sandbox.check("git rev-parse HEAD")).split()[-1]
+    sandbox.base = (await sandbox.check("git rev-parse HEAD")).strip()
 
 
 def repository_url(repo: str, template: str) -> str:

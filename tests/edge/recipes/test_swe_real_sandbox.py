@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -105,6 +106,18 @@ async def test_long_commands_are_polled_and_limited(sandbox: Sandbox) -> None:
 
     assert (ended.exit_code, ended.output, ended.timed_out) == (3, "a b\n", False)
     assert (hung.exit_code, hung.output, hung.timed_out) == (124, "begun\n", True)
+
+
+async def test_what_a_start_up_file_of_bash_prints_is_no_output(tmp_path: Path) -> None:
+    (tmp_path / "bashrc").write_text("echo 5; echo welcome >&2\n")
+    settings = dataclasses.replace(SETTINGS, env={"BASH_ENV": str(tmp_path / "bashrc")})
+    box = Sandbox(settings, image="", token=f"test-{time.time_ns()}")
+    await box.start()
+    try:
+        assert (await box.run("printf a", timeout_s=20)).output == "a"
+        assert (await box.run_long("exit 3", timeout_s=20)).exit_code == 3
+    finally:
+        assert await box.stop() == ""
 
 
 async def test_a_failing_check_shows_the_output(sandbox: Sandbox) -> None:
