@@ -12,6 +12,7 @@ import contextlib
 import shlex
 import subprocess
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ INSTALL = "pip install -e '/path/to/clone[swe]'"
 # output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted. What stands before the
 # line of `_BEGIN` is what an image's .bashrc prints at every start of bash.
 _BEGIN = "seamless-verl: the command begins\n"
-_WRAPPER = 'set -o pipefail; timeout -k 5 "$1" bash -c "$2" 2>&1 </dev/null | head -c "$3"'
+_WRAPPER = 'set -o pipefail; timeout -k 5 "$1" bash -c "$2" 2>&1 </dev/null | { head -c "$3"; cat > /dev/null; }'
 # The same around a long one, which may leave a process behind that holds the output open: what collects the output is
 # waited for, but not for long. cat under a limit and not head, which keeps its last 4 KiB to itself until the end.
 _LONG = (
@@ -37,6 +38,7 @@ _LONG = (
     "; echo $code > {folder}/code.part; mv {folder}/code.part {folder}/code"
 )
 _TIMED_OUT = 124
+_KILLED = 137
 # From swe-rex's server, where it cannot start a process: the folder or bash is gone, no process id is free, the line is
 # too long. By exact type, since those of a lost connection are OSErrors as well.
 _UNSTARTABLE = (OSError, BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError)
@@ -54,7 +56,7 @@ class CommandResult:
 
     Attributes:
         output: stdout and stderr together, cut at the limit.
-        exit_code: its exit status; 124 when it was stopped by its limit.
+        exit_code: its exit status; 124 (137, had it to be killed) when it was stopped by its limit.
         timed_out: True when it was stopped by its limit.
     """
 
@@ -150,6 +152,7 @@ class Sandbox:
         begun = f"echo '{_BEGIN[:-1]}'\n{command}"
         argv = ["env", *pairs, "bash", "-c", _WRAPPER, "run", f"{seconds:.1f}", begun, limit]
         # A background process that holds the output open outlives the wrapper's limit; the request has one as well.
+        started = time.monotonic()
         request = Command(command=argv, cwd=self.cwd, timeout=seconds + 10, merge_output_streams=True)
         try:
             response = await self._deployment.runtime.execute(request)
@@ -161,7 +164,9 @@ class Sandbox:
             raise SandboxError(f"sandbox did not answer: {type(error).__name__}: {error}") from error
         exit_code = response.exit_code if response.exit_code is not None else 1
         before, begin, output = response.stdout.partition(_BEGIN)
-        return CommandResult(output=output if begin else before, exit_code=exit_code, timed_out=exit_code == _TIMED_OUT)
+        return CommandResult(
+            output=output if begin else before, exit_code=exit_code, timed_out=_late(exit_code, started, seconds)
+        )
 
     async def check(self, command: str, *, timeout_s: float = MAX_COMMAND_S) -> str:
         """Run a command that has to succeed; returns its output.
@@ -181,13 +186,13 @@ class Sandbox:
         await self.write(f"{folder}/command.sh", command)
         limit_kib = max(1, self._settings.output_limit_bytes * 10 // 1024)
         line = _LONG.format(folder=folder, seconds=timeout_s, limit_kib=limit_kib)
+        started, waited, pause = time.monotonic(), 0.0, _POLL_S[0]
         await self.check(f"setsid nohup bash -c {shlex.quote(line)} >/dev/null 2>&1 </dev/null &")
-        waited, pause = 0.0, _POLL_S[0]
         while waited < timeout_s + 30:
             code = (await self.run(f"cat {folder}/code 2>/dev/null || true", timeout_s=30)).output.strip()
             if code.isdigit():
                 output = await self.read(f"{folder}/out")
-                return CommandResult(output=output, exit_code=int(code), timed_out=int(code) == _TIMED_OUT)
+                return CommandResult(output=output, exit_code=int(code), timed_out=_late(int(code), started, timeout_s))
             await asyncio.sleep(pause)
             waited, pause = waited + pause, min(pause * 1.5, _POLL_S[1])
         raise SandboxError(f"command did not end {waited:.0f} s after its start, limit {timeout_s:.0f} s")
@@ -222,6 +227,11 @@ class Sandbox:
             # swe-rex 1.4 closes the connection first, and skips the container when that fails.
             return f"sandbox did not stop: {type(error).__name__}: {error}"
         return ""
+
+
+def _late(exit_code: int, started: float, limit_s: float) -> bool:
+    """Whether it was our limit that ended a command: one of its own has the same exit code, but ends it earlier."""
+    return exit_code in (_TIMED_OUT, _KILLED) and time.monotonic() - started > limit_s - 0.1  # limits have one decimal
 
 
 def drain_output(deployment: Any) -> None:

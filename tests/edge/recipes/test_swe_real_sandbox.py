@@ -72,11 +72,22 @@ async def test_a_command_that_hangs_is_stopped_with_what_it_printed(sandbox: San
     assert time.monotonic() - started < 20
 
 
-async def test_output_without_end_is_cut(sandbox: Sandbox) -> None:
-    result = await sandbox.run("yes", timeout_s=20)
+async def test_a_limit_of_the_commands_own_is_not_ours(sandbox: Sandbox) -> None:
+    own = await sandbox.run("timeout 0.1 sleep 60", timeout_s=60)
+    long = await sandbox.run_long("timeout 0.1 sleep 60", timeout_s=60)
+    killed = await sandbox.run("trap '' TERM; while true; do sleep 1; done", timeout_s=1)
 
-    assert len(result.output) == 1000
-    assert not result.timed_out
+    assert (own.exit_code, own.timed_out) == (124, False)
+    assert (long.exit_code, long.timed_out) == (124, False)
+    assert killed.timed_out
+
+
+async def test_output_is_cut_and_what_prints_it_runs_to_its_end(sandbox: Sandbox, tmp_path: Path) -> None:
+    result = await sandbox.run(f"seq 300000; echo x > {tmp_path}/done", timeout_s=200)
+
+    assert (len(result.output), result.exit_code, result.timed_out) == (1000, 0, False)
+    assert exists(f"{tmp_path}/done")
+    assert len((await sandbox.run("yes", timeout_s=1)).output) == 1000
 
 
 async def test_quotes_exit_codes_and_variables_arrive(sandbox: Sandbox) -> None:
