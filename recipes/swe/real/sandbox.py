@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from seamless_verl.errors import ConfigError, MachineError, SeamlessError
@@ -99,6 +100,12 @@ class Sandbox:
         for attempt in range(self._settings.start_attempts):
             await asyncio.sleep(min(attempt, 10))
             self._deployment = build_deployment(self._settings, image=self._image, token=self._token)
+            if self._settings.kind == "docker":
+                from swerex.utils.wait import _wait_until_alive
+
+                # swe-rex 1.4's own reads the container's output when it gives up, for as long as the container runs.
+                wait = partial(_wait_until_alive, self._deployment.is_alive, function_timeout=2.0)
+                self._deployment._wait_until_alive = wait
             try:
                 await self._deployment.start()
                 await self.check(f"mkdir -p {self.scratch}")
@@ -221,10 +228,12 @@ class Sandbox:
         # A remote server is not ours to stop: it would close the shells of everybody on it.
         if deployment is None or self._settings.kind == "remote":
             return ""
+        if self._settings.kind == "docker":
+            # The server ends with its container. swe-rex 1.4 asks it first, and skips the container when that fails.
+            deployment._runtime = None
         try:
             await deployment.stop()
         except Exception as error:  # noqa: BLE001 - swe-rex raises whatever the kind's client raises
-            # swe-rex 1.4 closes the connection first, and skips the container when that fails.
             return f"sandbox did not stop: {type(error).__name__}: {error}"
         return ""
 

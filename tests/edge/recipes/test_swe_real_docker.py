@@ -30,7 +30,8 @@ from seamless_verl.recipes.swe.real import runner as runner_module
 from seamless_verl.recipes.swe.real.child import ChildError
 from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.runner import MiniSweRunner
-from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
+from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, Sandbox, SandboxError
+from seamless_verl.recipes.swe.real.settings import SandboxSettings
 from seamless_verl.recipes.swe.real.task import SweTask
 from tests.edge.recipes.test_swe_real_support import (
     SUBMIT_PATCH,
@@ -70,6 +71,8 @@ def end(name):
         pass
 
 if sys.argv[1:3] == ["ps", "--all"] and (STATE / "hung").exists():
+    signal.pause()
+if sys.argv[1] == "inspect" and (STATE / "stuck").exists():
     signal.pause()
 if (STATE / "down").exists():
     sys.exit("Cannot connect to the daemon")
@@ -227,13 +230,13 @@ async def test_a_container_that_cannot_be_killed_and_is_being_removed_goes_and_c
     assert not containers(docker)
 
 
-async def test_a_container_that_does_not_come_up_is_no_reward(
+async def test_an_image_that_does_not_come_in_time_is_no_reward(
     serve: Serve, docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (child, runner_module):  # else the process itself tells the time before swe-rex blocks its loop
+    for module in (child, runner_module):  # what swe-rex asks Docker for blocks the loop of the process
         monkeypatch.setattr(module, "GRACE_S", 0.5)
-    (docker / "asleep").touch()
-    swe = runner(options={"startup_timeout": 0.5})
+    (docker / "stuck").touch()
+    swe = runner()
     job = dataclasses.replace(task(tmp_path, serve(["ls"])), deadline_s=68.0)
 
     with pytest.raises(SandboxError, match=r"the sandbox of .*\.harness was not ready within 8 s"):
@@ -242,7 +245,18 @@ async def test_a_container_that_does_not_come_up_is_no_reward(
         await swe._grade(SweTask.from_mapping(job.task), "", secrets.token_hex(8), 8.0)
 
     await swe.close()
-    assert "run " in (docker / "calls").read_text()
+    assert "inspect calc:1" in (docker / "calls").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # swe-rex leaves its client's pipes open
+async def test_a_container_that_does_not_answer_is_given_up_and_another_one_tried(docker: Path, tmp_path: Path) -> None:
+    make_repository(tmp_path / "origin")
+    (docker / "asleep").touch()
+    settings = SandboxSettings(start_attempts=2, options={"startup_timeout": 0.5})
+    with pytest.raises(SandboxError, match="did not start: TimeoutError: Runtime did not start within 0.5s"):
+        await Sandbox(settings, image="calc:1", token="t").start()
+    calls = (docker / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["inspect", "run", "kill"] * 2
 
 
 async def test_a_daemon_that_hangs_does_not_hang_the_attempt(
@@ -302,7 +316,6 @@ def test_a_daemon_that_is_down_is_told_at_the_start(docker: Path) -> None:
 
 def test_an_option_that_swe_rex_does_not_know() -> None:
     from seamless_verl.recipes.swe.real.sandbox import build_deployment
-    from seamless_verl.recipes.swe.real.settings import SandboxSettings
 
     with pytest.raises(ConfigError, match="is refused by swe-rex"):
         build_deployment(SandboxSettings(options={"dokker_args": []}), image="a", token="t")
