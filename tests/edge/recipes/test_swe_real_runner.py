@@ -121,7 +121,13 @@ async def test_a_submitted_repair_is_graded_with_one(serve: Serve, repository: R
     assert KEY not in only_trajectory(tmp_path)
 
 
-async def test_text_actions_share_and_an_unfinished_attempt(serve: Serve, repository: Repository) -> None:
+async def test_text_actions_share_and_an_unfinished_attempt(
+    serve: Serve, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the model is reached past it
+    for name in ("http_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "example.org")
     server = serve(["ls", "echo '# looked' >> calc.py"], text=True)
 
     job = dataclasses.replace(job_of(repository, server), model="/srv/models/Qwen3-8B")
