@@ -28,7 +28,7 @@ from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.child import GRACE_S, Child, ChildTimeout, run_child
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult, HarnessRequest, HarnessResult
-from seamless_verl.recipes.swe.real.sandbox import INSTALL
+from seamless_verl.recipes.swe.real.sandbox import INSTALL, deployment_config
 from seamless_verl.recipes.swe.real.settings import KEY, RunnerSettings
 from seamless_verl.recipes.swe.real.task import SweTask
 
@@ -76,7 +76,9 @@ class MiniSweRunner:
             ConfigError: an option that cannot work.
             MachineError: names what is missing (swe-rex, mini-swe-agent, Docker where sandboxes need it) and its fix.
         """
-        _check_machine(RunnerSettings.from_mapping(options))
+        settings = RunnerSettings.from_mapping(options)
+        _check_machine(settings)
+        deployment_config(settings.sandbox, image="none", token="none")
 
     @staticmethod
     def check_task(task: Mapping[str, Any]) -> None:
@@ -178,6 +180,13 @@ def _check_machine(settings: RunnerSettings) -> None:
     for module, package in _PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             raise MachineError(package, "not installed", INSTALL)
+    # mini-swe-agent's own lookup, without its import.
+    name = Path(settings.config_name).with_suffix(".yaml")
+    if (spec := importlib.util.find_spec("minisweagent")) and not name.is_absolute():
+        own = Path(str(spec.origin)).parent / "config"
+        if not any((own / folder / name).is_file() for folder in ("", "extra", "benchmarks")):
+            problem = "is no file here and no configuration of mini-swe-agent's"
+            raise ConfigError(f"{KEY}.harness_config", settings.harness_config, problem, "write an absolute path")
     if runtime := container_runtime(settings):
         _check_containers(runtime)
 

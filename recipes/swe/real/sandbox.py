@@ -263,6 +263,17 @@ def build_deployment(settings: SandboxSettings, *, image: str, token: str) -> An
         SandboxError: the kind needs an image and the task names none.
     """
     try:
+        return deployment_config(settings, image=image, token=token).get_deployment()
+    except ImportError as error:
+        extra = f"swe-rex[{settings.kind}]"
+        raise MachineError(
+            f"swe-rex for {settings.kind}", f"not installed ({error})", f'pip install "{extra}"'
+        ) from error
+
+
+def deployment_config(settings: SandboxSettings, *, image: str, token: str) -> Any:
+    """swe-rex's configuration of it; raises as `build_deployment`."""
+    try:
         from swerex.deployment import config
     except ImportError as error:
         raise MachineError("swe-rex", f"not installed ({error})", INSTALL) from error
@@ -285,13 +296,8 @@ def build_deployment(settings: SandboxSettings, *, image: str, token: str) -> An
     if settings.kind == "docker":
         options["docker_args"] = [*options.get("docker_args", ()), "--label", f"{CONTAINER_LABEL}={token}"]
     try:
-        return classes[settings.kind](**options).get_deployment()
+        return classes[settings.kind](**options)
     except ValueError as error:  # pydantic's ValidationError
         raise ConfigError(
             f"{KEY}.sandbox.options", options, f"is refused by swe-rex ({error})", "see its deployment configuration"
-        ) from error
-    except ImportError as error:
-        extra = f"swe-rex[{settings.kind}]"
-        raise MachineError(
-            f"swe-rex for {settings.kind}", f"not installed ({error})", f'pip install "{extra}"'
         ) from error

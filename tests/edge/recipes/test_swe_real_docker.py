@@ -314,8 +314,16 @@ def test_a_daemon_that_is_down_is_told_at_the_start(docker: Path) -> None:
         runner()
 
 
-def test_an_option_that_swe_rex_does_not_know() -> None:
-    from seamless_verl.recipes.swe.real.sandbox import build_deployment
-
-    with pytest.raises(ConfigError, match="is refused by swe-rex"):
-        build_deployment(SandboxSettings(options={"dokker_args": []}), image="a", token="t")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sandbox": {"options": {"dokker_args": []}}}, "sandbox.options=.*is refused by swe-rex"),
+        ({"harness_config": "mini2"}, "harness_config=mini2: is no file here and no configuration of mini-swe-agent's"),
+    ],
+)
+def test_what_swe_rex_or_mini_swe_agent_does_not_know_is_refused_at_the_start(
+    docker: Path, options: dict[str, Any], message: str
+) -> None:
+    MiniSweRunner.check_machine({"harness_config": "mini", "sandbox": {"options": {"docker_args": ["--rm"]}}})
+    with pytest.raises(ConfigError, match=message):
+        MiniSweRunner.check_machine(options)
