@@ -124,6 +124,9 @@ def parse_record(record: Mapping[str, Any], defaults: Defaults) -> SweTask:
         )
     fail_to_pass = _names(record, "FAIL_TO_PASS", instance_id)
     pass_to_pass = _names(record, "PASS_TO_PASS", instance_id)
+    if pass_to_pass and not fail_to_pass:
+        problem = "is empty beside PASS_TO_PASS, so that an untouched repository would earn the whole reward"
+        raise TaskError(instance_id, "FAIL_TO_PASS", problem, "name the tests that show the repair, or leave it out")
     names = (*fail_to_pass, *pass_to_pass)
     files = _files_of(names) or _files_of_patch(test_patch, dotted=repo == "django/django")
     version = _text(record, "version", instance_id)
