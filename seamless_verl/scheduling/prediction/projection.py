@@ -302,11 +302,9 @@ def project(
         phases: ``(from when on, capacity)``, ascending, the first at 0.
         joining: a batch that joins the queue at a time. It ends with the last session that was there before.
     """
-    out = len(work.remaining)
-    projection = Projection(phases=phases)
-    capacity = phases[0][1]
+    out, capacity = len(work.remaining), phases[0][1]
+    projection, progress = Projection(phases=phases), _Groups(work)
     sessions = _OpenSessions(work, capacity)
-    progress = _Groups(work)
     changes = deque(phases[1:])
     now, total = 0.0, 0.0
     while out:
