@@ -39,6 +39,7 @@ _READ = (
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
     *(f"reward.{name}" for name in ("custom_reward_function.path", "reward_manager.module.path")),
     "reward.reward_model.model_path",
+    *("custom_reward_function.path", "reward_model.model.path"),  # of an older verl, compared with the newer ones again
     "data.custom_cls.path",
 )
 _QUIET_S = 300.0  # without a sign of life, after which the run on another machine is taken for dead
@@ -330,17 +331,18 @@ def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             say(f"{folder} is of a run on {host}, heard of {ago:.0f} s ago; waiting for {_QUIET_S:.0f} s of silence")
         time.sleep(_LOOK_S)
     pid.unlink(missing_ok=True)  # a dead run's
+    mine = identity(os.getpid())
     try:
         file = pid.open("x")
     except FileExistsError:
         raise refusal from None
     try:
         with file:
-            file.write(mine := identity(os.getpid()))
+            file.write(mine)
         yield
     finally:
         with suppress(OSError):
-            if pid.read_text() == mine:  # not of one that heard nothing of us for so long
+            if pid.read_text() in (mine, ""):  # not of one that heard nothing of us for so long; "": the disk was full
                 pid.unlink()
 
 

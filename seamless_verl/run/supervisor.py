@@ -100,7 +100,7 @@ def run_trainer(
         swept = sweep(run_id, spared, patience_s=_PATIENCE_S, limit_s=_SWEEP_S, interrupts=interrupts)
         _tidy_up(swept, run_id, ray_dir, run_dir, started, journals := environment.get(JOURNALS) or "")
         if joined := environment.get(_CLUSTER):
-            _sweep_other_nodes(run_id, started, journals, joined, interrupts)
+            _sweep_cluster(run_id, started, journals, joined, interrupts)
         for number, handler in previous.items():
             signal.signal(number, handler)
     ended = 128 + interrupts[0] if interrupts and code else code  # else a dead trainer would start again
@@ -274,8 +274,8 @@ def sweep_node(run_id: str, since: float, journals: str) -> str:
     return f"could not be ended and still run: {_named(swept.survivors)}" if swept.survivors else ""
 
 
-def _sweep_other_nodes(run_id: str, since: float, journals: str, address: str, interrupts: Sequence[int]) -> None:
-    """`sweep_node` on the other nodes of a joined Ray cluster; what remains there is said. An interrupt leaves it."""
+def _sweep_cluster(run_id: str, since: float, journals: str, address: str, interrupts: Sequence[int]) -> None:
+    """`sweep_node` on each node of a joined Ray cluster; what remains there is said. An interrupt ends it."""
     command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since), journals]
     env = {**os.environ, _CLUSTER: address}
     apart, nothing = partial(_apart, os.getpid()), subprocess.DEVNULL
@@ -286,7 +286,7 @@ def _sweep_other_nodes(run_id: str, since: float, journals: str, address: str, i
     if far.poll() is None:
         far.kill()
         far.wait()
-        _say(f"other nodes of the Ray cluster at {address} were not swept to the end")
+        _say(f"the nodes of the Ray cluster at {address} were not swept to the end")
 
 
 def _left(run_id: str, spared: frozenset[psutil.Process] | None) -> list[psutil.Process]:

@@ -35,11 +35,12 @@ from seamless_verl.verl_adapter.dataloader.woken_buffer import (
     Stragglers,
     WokenReplayBuffer,
 )
-from seamless_verl.verl_adapter.rollout.verl_samples import stamps
+from seamless_verl.verl_adapter.rollout.verl_samples import has_our_versions
 
 FAILURES_IN_A_ROW = 32
 STATE_FILE = "streaming.json"
 _STATE_VERSION = 1
+_IMPOSSIBLE = "agent loops that are not ours tag min_global_steps with no version of weights: the reserved one counts"
 
 
 class PromptSource(Protocol):
@@ -110,6 +111,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._max_lag = 1
         self._abandoned: set[str] = set()  # surplus groups that have not been seen to end
         self._adopted: set[str] = set()  # groups that somebody else submitted; their versions may be another run's
+        self._corrected: dict[str, dict[str, int]] = {}  # of groups whose tags cannot be true: what counts instead
         self._failures = 0
         self._owed = 0  # groups that failed or were filtered and have not been replaced
         self._metrics: dict[str, Any] = defaultdict(float)
@@ -130,8 +132,7 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         self._oldest, self._max_lag = oldest, max_lag
 
     def floor_of(self, uid: str) -> int:
-        """The oldest weights that may begin a prompt's rollouts: those of its reservation. The newest for validation,
-        and for prompts that somebody else submitted."""
+        """The oldest weights that may begin a prompt's rollouts: as reserved, else (validation, say) the newest."""
         reserved = self.protocol.reserved_for(uid)
         return self.protocol.version if reserved is None else reserved
 
@@ -248,7 +249,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             self._source.consumed(consumed)
         metrics |= self._staleness_metrics(consumption.groups)
         keys = [key for group in consumed.values() for key in group]
-        tags = [self.partitions[partition_id][key] for key in keys]
+        tags = [self.partitions[partition_id][key] | self._corrected.get(key.split("_")[0], {}) for key in keys]
+        self._corrected = {group: tag for group, tag in self._corrected.items() if group not in consumed}
         tq.kv_clear(partition_id=partition_id, keys=list(consumed))
         return KVBatchMeta(partition_id=partition_id, keys=keys, tags=tags), metrics
 
@@ -301,18 +303,19 @@ class StreamingReplayBuffer(WokenReplayBuffer):
             for metric, count in self.stragglers.treat(self.protocol, global_steps - 1).items():
                 self._metrics[metric] += count
 
-    def _began(self, uid: str, rows: Sequence[str]) -> int | None:
+    def _began(self, uid: str, rows: list[str]) -> int | None:
         """V_traj by the tags of a group's rows; None: not known, or what an agent loop of the user's own has there."""
         tags = [self.partitions["train"][key] for key in rows]
         started = [int(tag["min_global_steps"]) for tag in tags if tag.get("min_global_steps") is not None]
         if uid in self._adopted or len(started) < len(tags):
             return None
         version, asked, newest = min(started), self.floor_of(uid), self.protocol.version
-        fields = ["extra_fields"]
-        if asked <= version <= newest or any(stamps(tq.kv_batch_get(list(rows), "train", fields)["extra_fields"])):
+        if asked <= version <= newest:
             return version
-        told = "an agent loop of yours calls min_global_steps what cannot be the weights that began its rows"
-        self.desk.say_once(f"{told} (the step?): its groups count as begun by those that they were admitted for")
+        if has_our_versions(tq.kv_batch_get(rows, "train", ["extra_fields"])["extra_fields"]):
+            return version  # a defect, then: the protocol ends the run
+        self._corrected[uid] = dict.fromkeys(("min_global_steps", "max_global_steps"), asked)
+        self.desk.say_once(_IMPOSSIBLE)
         return None
 
     def count_failures(self, failed: int, finished: bool) -> None:
@@ -341,12 +344,6 @@ class StreamingReplayBuffer(WokenReplayBuffer):
     def _in_order(self, groups: set[str]) -> list[str]:
         """``groups`` in the order in which they were reserved."""
         return [group for group, _ in self.protocol.groups() if group in groups]
-
-    def _rows_by_group(self) -> dict[str, list[str]]:
-        rows: dict[str, list[str]] = defaultdict(list)
-        for key in self.partitions["train"]:
-            rows[key.split("_", 1)[0]].append(key)
-        return rows
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -210,6 +211,12 @@ class WokenReplayBuffer(ReplayBufferAsync):
     def waiting(self, global_steps: int) -> AbstractContextManager[None]:
         """Within, the trainer waits for groups of its step."""
         return nullcontext()
+
+    def _rows_by_group(self) -> dict[str, list[str]]:
+        rows: dict[str, list[str]] = defaultdict(list)
+        for key in self.partitions["train"]:
+            rows[key.split("_", 1)[0]].append(key)
+        return rows
 
     def take_stock(self, global_steps: int) -> tuple[int, int]:
         """Training groups that could be taken now, and those on their way; what ended for nothing is replaced first."""

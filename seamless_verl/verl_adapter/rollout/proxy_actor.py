@@ -224,7 +224,8 @@ class ActorProxy:
         """
         try:
             self._engine.start()
-            life = os.environ.get(RUN_ID) or ray.get_runtime_context().get_job_id()
+            here = ray.get_runtime_context()  # without our command: new with each cluster, as job ids are not
+            life = os.environ.get(RUN_ID) or f"{here.get_job_id()} {here.get_node_id()}"
             await asyncio.to_thread(make_way, self._folder / _JOURNAL, life, is_successor=self._is_successor)
             self._serving = asyncio.ensure_future(_served(self._actor))
             self._serving.add_done_callback(self._gave_up)

@@ -12,6 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from seamless_verl.proxy.text.pictures import open_image
 from seamless_verl.trajectory.generation import FinishReason
 from seamless_verl.trajectory.rows import Row
+from seamless_verl.verl_adapter.rollout.request_log import VERSION_SPANS
 
 ROW_FIELD = "seamless"
 
@@ -36,8 +37,17 @@ class RowStamp(TypedDict):
 
 def stamps(extra_fields: Any) -> list[Mapping[str, Any]]:
     """The `RowStamp` of every row; empty for rows of verl's own agent loops."""
+    return [info.get(ROW_FIELD) or {} for info in _infos(extra_fields)]
+
+
+def has_our_versions(extra_fields: Any) -> bool:
+    """Whether the versions of some row are those of our client, which agent loops hand on, or of our proxy."""
+    return any(info.get(ROW_FIELD) or VERSION_SPANS in info for info in _infos(extra_fields))
+
+
+def _infos(extra_fields: Any) -> list[Mapping[str, Any]]:
     infos = extra_fields.tolist() if hasattr(extra_fields, "tolist") else extra_fields
-    return [(info or {}).get(ROW_FIELD) or {} for info in infos]
+    return [info or {} for info in infos]
 
 
 def row_digest(prompt_ids: Any, response_ids: Any, response_mask: Any, log_probs: Any) -> str:

@@ -58,7 +58,8 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         modes.separate_async.parameter_sync_step = sync_step
         if seamless.staleness.policy == "reserve" and not has_own_sampler(config):
             modes.separate_async.num_warmup_batches = 0
-        modes[TRAINER_MODE] = OmegaConf.merge(modes.get(TRAINER_MODE) or {}, modes.separate_async)  # a sampler gets it
+        modes[TRAINER_MODE] = OmegaConf.merge(modes.separate_async, modes.get(TRAINER_MODE) or {})  # a sampler gets it
+        modes[TRAINER_MODE].parameter_sync_step = sync_step
         agent = config.actor_rollout_ref.rollout.get("agent")
         if agent is not None and agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = MANAGER

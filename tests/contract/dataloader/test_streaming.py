@@ -408,6 +408,9 @@ def test_what_an_agent_loop_of_the_users_own_calls_a_version_is_none_where_it_ca
         rollout.finish(uid, version=tagged)
     _, batch, metrics = rollout.sample(1)
     assert (batch.keys, metrics["training/staleness/max"]) == (["u0_0_0", "u0_1_0"], 0)
+    assert {(tag["min_global_steps"], tag["max_global_steps"]) for tag in batch.tags} == {(1, 1)}, (
+        "as all else reads it"
+    )
     (line,) = told
     assert "min_global_steps" in line
 
