@@ -118,7 +118,7 @@ class PartialGeneration:
         self._versions: list[VersionSpan] = []
         self._finish = FinishReason.ABORTED
         self._parts: list[Generation] = []  # of the attempt under way
-        self._num_handed_out = 0
+        self._num_reported = 0
         self.token_ids: list[int] = []
 
     def sampling(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class PartialGeneration:
             asked["seed"] = int.from_bytes(mixed, "little") & 0x7FFFFFFF
         return asked
 
-    def begin(self, kept: Generation) -> bool:
+    def resume(self, kept: Generation) -> bool:
         """Take over what an earlier holder of this answer had, as far as there is room; whether that is all."""
         is_whole = kept.finish_reason is not FinishReason.ABORTED and len(kept.token_ids) <= self._most
         self.add(kept if is_whole else replace(kept, finish_reason=FinishReason.ABORTED))
@@ -143,7 +143,7 @@ class PartialGeneration:
         if end is not None:
             self._finish = FinishReason.STOP
         self._cut(min(len(self.token_ids) if end is None else end, self._most))
-        self._num_handed_out = len(self.token_ids)
+        self._num_reported = len(self.token_ids)
         return self._finish is not FinishReason.ABORTED
 
     @property
@@ -161,7 +161,7 @@ class PartialGeneration:
                 break
         return self._finish is not FinishReason.ABORTED
 
-    def news(self) -> Generation | None:
+    def progress(self) -> Generation | None:
         """What is kept, or would be, and was not returned by an earlier call; None: nothing."""
         whole, parts = self.generation(), tuple(self._parts)
         if self._is_forced and not self._moves_grammars:
@@ -173,9 +173,9 @@ class PartialGeneration:
             version_spans=tuple(_joined(whole.version_spans, [span for part in parts for span in part.version_spans])),
             alternatives=(),
         )
-        news = whole.after(self._num_handed_out)
-        self._num_handed_out = max(self._num_handed_out, len(whole.token_ids))
-        return news if news.token_ids else None
+        progress = whole.after(self._num_reported)
+        self._num_reported = max(self._num_reported, len(whole.token_ids))
+        return progress if progress.token_ids else None
 
     def add(self, attempt: Generation) -> bool:
         """Take an attempt over; whether the answer is complete."""
@@ -301,7 +301,7 @@ class UnfinishedAnswers:
         first, partial = self._known.get(part.answer) or (part, PartialGeneration({}, None))
         if part.start != len(partial.token_ids):
             return
-        partial.begin(part.tokens)
+        partial.resume(part.tokens)
         self._known[part.answer] = first, partial
         if part.tokens.finish_reason is not FinishReason.ABORTED:
             self._whole.add(part.answer)
@@ -309,7 +309,7 @@ class UnfinishedAnswers:
             needed = self._claimed | self._whole
             self._known.pop(next((answer for answer in self._known if answer not in needed), ""), None)
 
-    def more(self, answer: str, digest: bytes, prompt: bytes, tokens: Generation) -> UnfinishedPart:
+    def progressed(self, answer: str, digest: bytes, prompt: bytes, tokens: Generation) -> UnfinishedPart:
         """The engine has more of an answer: as a part, to be written down."""
         known = self._known.get(answer)
         start = len(known[1].token_ids) if known else 0

@@ -170,8 +170,8 @@ class AttemptService:
             pending = await self._prepare(session, transcript, call)
             room = self._room(session, pending)
             remember()
-            begun = self._begun(session, attempt, pending, call)
-            ids = list(begun)
+            claimed = self._claim(session, attempt.digest, pending, call)
+            ids = list(claimed)
             attempt.answers = _heads(attempt.digest, ids, pending, overrides)
             attempt.tell()  # before the wait for budget: a stream has to be kept alive meanwhile
             wanted: int = sampling[0].get("max_tokens", room)
@@ -181,7 +181,7 @@ class AttemptService:
                 attempt.answers = [replace(head, overrides=known) for head in attempt.answers]
             work = [
                 self._generate(
-                    attempt, number, session, call, pending, asked | {"max_tokens": granted}, begun[ids[number]]
+                    attempt, number, session, call, pending, asked | {"max_tokens": granted}, claimed[ids[number]]
                 )
                 for number, asked in enumerate(sampling)
             ]
@@ -248,7 +248,7 @@ class AttemptService:
         call: Call,
         pending: PendingTurn,
         sampling: dict[str, Any],
-        begun: Generation | None,
+        resume_from: Generation | None,
     ) -> AnsweredTurn:
         """One of the answers, ready to be recorded."""
         head = attempt.answers[number]
@@ -266,8 +266,8 @@ class AttemptService:
             deadline=session.deadline,
             images=images,
             on_tokens=draft.feed if draft is not None else None,
-            begun=begun,
-            on_kept=partial(self._keep, session, head, pending),
+            resume_from=resume_from,
+            on_progress=partial(self._progressed, session, head, pending),
         )
         generation = await self._ask(session, request, pending)
         answer = self._read(head, generation, call, thinking)
@@ -276,18 +276,17 @@ class AttemptService:
         record = _sealed(pending, head.id, generation, answer)
         return record, session.ledger.entry(head.id), answer
 
-    def _begun(
-        self, session: Session, attempt: Attempt, pending: PendingTurn, call: Call
-    ) -> dict[str, Generation | None]:
-        """Names of the answers, in order, with what an earlier attempt left of each; alternatives are left of none."""
-        digests = [answer_digest(attempt.digest, number) for number in range(call.n)]
+    def _claim(self, session: Session, digest: bytes, pending: PendingTurn, call: Call) -> dict[str, Generation | None]:
+        """Ids of the answers, in order, with the tokens that an earlier attempt left of each. Its alternatives were not
+        kept, so a request that asks for them resumes nothing."""
+        digests = [answer_digest(digest, number) for number in range(call.n)]
         prompt, is_whole = pending.prompt_ids.digest(), bool(call.logprobs)
         known = session.unfinished
-        return dict(known.claim(digest, prompt, new=uuid.uuid4().hex, is_whole=is_whole) for digest in digests)
+        return dict(known.claim(one, prompt, new=uuid.uuid4().hex, is_whole=is_whole) for one in digests)
 
-    def _keep(self, session: Session, head: Answer, pending: PendingTurn, tokens: Generation) -> None:
-        part = session.unfinished.more(head.id, head.digest, pending.prompt_ids.digest(), tokens)
-        self._journal.kept(session.id, part)
+    def _progressed(self, session: Session, head: Answer, pending: PendingTurn, tokens: Generation) -> None:
+        part = session.unfinished.progressed(head.id, head.digest, pending.prompt_ids.digest(), tokens)
+        self._journal.progressed(session.id, part)
 
     def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside the model's reasoning."""

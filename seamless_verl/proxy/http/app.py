@@ -193,7 +193,7 @@ class Proxy:
         return Reply(
             request,
             call,
-            self._begun(session, call, retry_count_of(request)),
+            self._attempt(session, call, retry_count_of(request)),
             timing=self._deps.timing,
             orphan_grace_s=self._deps.limits.orphan_grace_s,
             delivered=lambda attempt: session.board.record(attempt, State.DELIVERED),
@@ -215,7 +215,7 @@ class Proxy:
         return replace(call, preferences=ignored)
 
     @asynccontextmanager
-    async def _begun(self, session: Session, call: Call, retry_count: int | None) -> AsyncIterator[Attempt]:
+    async def _attempt(self, session: Session, call: Call, retry_count: int | None) -> AsyncIterator[Attempt]:
         """The attempt at a request; its session stays in memory until the block ends."""
         async with self._residency.hold(session):
             call = await self._with_images(session, call.continued(session.continuations))

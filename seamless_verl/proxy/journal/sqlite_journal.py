@@ -105,7 +105,7 @@ class SqliteJournal:
         await self._write([*statements, *((_DELETE_UNFINISHED, which) for which in written)])
         self._unfinished -= written
 
-    def kept(self, session_id: str, part: UnfinishedPart) -> None:
+    def progressed(self, session_id: str, part: UnfinishedPart) -> None:
         self._unfinished.add((session_id, part.answer))
         done = self._queue([(_INSERT_UNFINISHED, (session_id, part.answer, part.start, pack_part(part)))])
         done.add_done_callback(_tell_unwritten)

@@ -52,7 +52,7 @@ class Journal(Protocol):
         """One request has been answered, with as many turns as it asked for samples."""
         ...
 
-    def kept(self, session_id: str, part: UnfinishedPart) -> None:
+    def progressed(self, session_id: str, part: UnfinishedPart) -> None:
         """An unfinished answer has more tokens. Nobody waits for them to be written: unwritten they are made again."""
         ...
 
@@ -88,7 +88,7 @@ class NullJournal:
     async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
         return None
 
-    def kept(self, session_id: str, part: UnfinishedPart) -> None:
+    def progressed(self, session_id: str, part: UnfinishedPart) -> None:
         return None
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:

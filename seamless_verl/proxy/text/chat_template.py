@@ -308,16 +308,16 @@ class TokenizerRenderer:
         )
         return text.partition(_MARK)[2]
 
-    def _keeps_question(self, begun: tuple[str, ...]) -> bool:
+    def _keeps_question(self, key: tuple[str, ...]) -> bool:
         """Whether a prompt is the beginning of the conversation that it becomes.
 
         Args:
-            begun: whether there is a system message ("0" or "1"), its text, and the tools.
+            key: whether there is a system message ("0" or "1"), its text, and the tools.
         """
-        num_system = int(begun[0])
-        question = [Message(role=Role.SYSTEM, content=text) for text in begun[1 : 1 + num_system]]
+        num_system = int(key[0])
+        question = [Message(role=Role.SYSTEM, content=text) for text in key[1 : 1 + num_system]]
         question.append(Message(role=Role.USER, content=_MARK))
-        tools = begun[1 + num_system :]
+        tools = key[1 + num_system :]
         prompt = self._text(question, tools, add_generation_prompt=True)
         asked = self._text(question, tools, add_generation_prompt=False)
         if not prompt.startswith(asked):  # some end a text that nobody answers in a way of its own

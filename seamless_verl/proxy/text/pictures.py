@@ -110,8 +110,8 @@ class ImageTable:
         """
         if not self._stored:
             return marked, []
-        begun, plain_ids, numbers = self._last
-        added = marked.since(begun)
+        earlier, plain_ids, numbers = self._last
+        added = marked.since(earlier)
         if added is None:
             added, plain_ids, numbers = marked.flat(), EMPTY, ()
         plain_ids, numbers = plain_ids.then(plain(added, self._stored[0].placeholder)), numbers + numbers_in(added)

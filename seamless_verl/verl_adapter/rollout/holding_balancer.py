@@ -53,7 +53,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
         self._asked = 0
-        self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
+        self._arrivals: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # of conversations
         self._conversations = 0
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._rests, self._news = False, False  # after a look at who has a place; something has happened since
@@ -69,8 +69,8 @@ class HoldingBalancer(MeteredLoadBalancer):
         session: str = "",
     ) -> tuple[str, Any]:
         """As its parent's, except that the answer may take until another request has ended."""
-        if request_id not in self._begun:
-            self._begun[request_id] = self._conversations
+        if request_id not in self._arrivals:
+            self._arrivals[request_id] = self._conversations
             self._conversations += 1
         self._make_room(request_id, context_tokens or 0)
         able = self._able(floor)
@@ -168,13 +168,13 @@ class HoldingBalancer(MeteredLoadBalancer):
             for held in waiting.values():
                 held.place.set_result("")  # to be refused there, as verl expects
             return
-        order = sorted(waiting, key=lambda number: self._begun.get(waiting[number].conversation, 0))
+        order = sorted(waiting, key=lambda number: self._arrivals.get(waiting[number].conversation, 0))
         requests = [
             PendingRequest(
                 request=number,
                 version=waiting[number].floor,
                 tokens=waiting[number].tokens,
-                begun=(place,),
+                arrival=(place,),
                 long=waiting[number].session in self._outlasting,
                 near=self._near(waiting[number].conversation),
             )
