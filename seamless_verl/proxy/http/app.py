@@ -84,7 +84,7 @@ class ProxyDeps:
         abilities: what the engine can do beyond plain generation; what it cannot is refused.
         sink: takes the rows of closed sessions; None leaves them to whoever closes.
         images: reads pictures for the model; None where the model, or the engine, takes text only.
-        blind: why there are none, for whoever sends one.
+        no_images_reason: told to a client that sends a picture although ``images`` is None.
         on_unsupported: what becomes of preferences that nobody here can honour.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
@@ -103,7 +103,7 @@ class ProxyDeps:
     timing: StreamTiming = field(default_factory=StreamTiming)
     sink: FolderSink | None = None
     images: ImageReader | None = None
-    blind: str = TEXT_ONLY
+    no_images_reason: str = TEXT_ONLY
     base_url: str = ""
     on_unsupported: OnUnsupported = OnUnsupported.ACCEPT
 
@@ -138,7 +138,7 @@ class Proxy:
             counters=deps.counters,
         )
         self._intake = BodyIntake(deps.limits)
-        self._images = ImageIntake(deps.images, deps.limits, deps.blind)
+        self._images = ImageIntake(deps.images, deps.limits, deps.no_images_reason)
 
     async def open_session(self, request: Request) -> Response:
         self._require_admin(request)
