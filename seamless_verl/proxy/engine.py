@@ -70,7 +70,7 @@ class GenerationRequest:
             where asked for; ``structured_outputs`` (vLLM's: ``{"json": …}`` or ``{"structural_tag": …}``) and
             ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`;
             ``extra_args`` as :class:`~seamless_verl.trajectory.generation.PartialGeneration` writes them.
-        deadline: Unix time after which nobody waits for the answer.
+        deadline: Unix time after which no client waits for the answer.
         images: pictures in the prompt, in its order, as the files that were sent; none to an engine that takes none.
         on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never
             calls it. What the call returns in the end repeats all of them.
@@ -113,10 +113,10 @@ class Engine(Protocol):
 
 
 class Ledger:
-    """What crossed the engine's boundary in one session.
+    """What crossed the engine's boundary in one session; the audit compares rows with it.
 
-    Of what was discarded it keeps the names only, and only the latest: a row that held one would be found out by its
-    name, or by being unknown.
+    Of discarded answers it keeps the ids only, and only the latest: the audit reports a row with one of these, and a
+    row with an id that the ledger does not know.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Gate:
         """Let nothing through any more; whether all that was inside ended within ``timeout_s``.
 
         Raises:
-            OSError: nobody would know after a crash, so it stays open.
+            OSError: a process started after a crash would not know that it is closed, so it stays open.
         """
         if self._paused is not None:
             self._paused.touch()
@@ -238,7 +238,7 @@ class GatedEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :class:`~seamless_verl.proxy.engine.Engine`."""
         partial = PartialGeneration(request.sampling, self._decode, moves_grammars=self._moves_grammars)
-        # An interrupted attempt that is given up must not have been shown.
+        # Tokens of an attempt that starts anew when interrupted must not be streamed.
         is_given_up = "structured_outputs" in request.sampling and not self._moves_grammars
         on_tokens = None if is_given_up else request.on_tokens
         num_shown = 0
@@ -273,10 +273,10 @@ class GatedEngine:
             except EngineUnavailable:
                 if self._gate.is_open or num_shown > num_kept:
                     raise
-                continue  # it went down while its weights change; the gate tells when it is back
+                continue  # the engine went down while its weights change; it is back when the gate opens
             if partial.add(generation):
                 return partial.generation()
             if request.on_progress is not None and (progress := partial.progress()) is not None:
                 request.on_progress(progress)
             if self._gate.is_open and len(partial.token_ids) == num_kept:
-                return partial.generation()  # aborted for a reason of the engine's own, and nothing is won by asking
+                return partial.generation()  # the engine aborts by itself without a token: asking again is no use
