@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _LENGTH_BYTES = 4
 _ACCEPT_PAUSE_S = 1.0
 _DIAL_S = 60.0  # for the owner's loop to turn, which takes milliseconds unless it is held up
-# What ends by itself, when files are closed or memory is freed; a connection that broke off is the next one's business.
+# Errors that pass, as when files are closed or memory is freed; an aborted connection says nothing of the next one.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO}
 
 
@@ -66,7 +66,7 @@ class _Answer(msgspec.Struct, array_like=True):
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """From the proxy: a request, or the number of one that nobody waits for any more."""
+    """From the proxy: a request, or the number of one that the proxy has cancelled."""
 
     ask: _Ask | None = None
     cancelled: int | None = None

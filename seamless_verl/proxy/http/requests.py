@@ -2,8 +2,8 @@
 
 What comes in is bounded and ends in a 4xx otherwise, a head that never comes in silence. How many bodies of a session,
 and how much memory in all, is decided before anything is read or parsed: an answer counts against the session's
-``max_parallel`` only once its body was read; whoever sends many bodies slowly would otherwise hold memory that no limit
-knows. Requests that wait for the answer to another one count as well.
+``max_parallel`` only once its body was read; a client that sends many bodies slowly would otherwise hold memory beyond
+every limit. Requests that wait for the answer to another one count as well.
 
 What goes out is one body at the end, or server-sent events meanwhile. A stream begins with the first settled text, or
 after ``keep_alive_s`` without any; until then a failure is still an HTTP status. Afterwards it is an event of the

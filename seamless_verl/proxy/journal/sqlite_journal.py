@@ -155,7 +155,7 @@ class SqliteJournal:
     async def load(self, session: Session) -> None:
         images, bodies = await self._read(read_turns, session.id)
         parts = await self._read(read_unfinished, session.id)
-        earlier = await self._earlier(session)  # once it is resident nobody waits for the rest
+        earlier = await self._earlier(session)  # before `restore`: then no request waits any more
         for image in images:
             session.images.add(image)
         restore(session, bodies)

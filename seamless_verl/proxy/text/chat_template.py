@@ -136,7 +136,7 @@ class TokenizerRenderer:
 
     @cached_property
     def open_ids(self) -> frozenset[int]:
-        """Ids whose text, and that of others of them before, may read differently with the next token."""
+        """Ids whose text may change with the next token, like that of a run of such ids."""
         return open_ids_of(self._backend, skips_special=self._skip_special_tokens) if self._backend else frozenset()
 
     @cached_property
@@ -357,7 +357,7 @@ def _stub(previous: Sequence[Message]) -> list[Message]:
 
 
 def _with_additions(messages: Sequence[Message]) -> list[Message]:
-    """Answers with what their agents wrote behind them, as a template is to write them."""
+    """The messages for a template: each answer is followed by what its agent wrote behind it."""
     behind = [*(message.behind for message in messages[1:]), ""]
     return [replace(m, content=m.content + more) if more else m for m, more in zip(messages, behind, strict=True)]
 

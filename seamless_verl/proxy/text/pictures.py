@@ -64,7 +64,7 @@ class ImageReader(Protocol):
 
         Raises:
             BadImage: this is none.
-            EngineUnavailable: it is read where the model is, and nobody answers there.
+            EngineUnavailable: the model's server reads pictures, and does not answer.
         """
         ...
 
