@@ -20,6 +20,7 @@ from seamless_verl.observe.flight import FlightEvent, Phase, SliceState
 # Waiting for the last tenth of a batch (its last group, if it has less than ten) is waiting for stragglers; anything
 # earlier is waiting for data.
 STRAGGLER_SHARE = 0.1
+_ANY = "any"  # all requests on a replica count as one: it is busy while at least one is out
 
 
 class Category(str, Enum):
@@ -273,6 +274,32 @@ def _add(books: dict[AccountKey, SliceSeconds], account: _Account) -> None:
         wall_s=account.since - account.opened + (before.wall_s if before else 0.0),
         seconds=seconds,
     )
+
+
+class ReplicaSeconds:
+    """How long each replica of a router, by address, was registered, and how much of that it had something to do."""
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+
+    def joined(self, at: float, replicas: Iterable[str]) -> None:
+        can, does = ("rollout",), SliceState.ROLLOUT
+        for name in replicas:
+            self._ledger.handle(flight.SliceAdded(at=at, slice=name, pool="", devices=1, capabilities=can, state=does))
+
+    def left(self, at: float, replicas: Iterable[str]) -> None:
+        for name in replicas:
+            self._ledger.handle(flight.SliceRemoved(at=at, slice=name))
+
+    def busy(self, at: float, replica: str) -> None:
+        """It has a request now, and had none."""
+        self._ledger.handle(flight.RequestStarted(at=at, request=_ANY, slice=replica, prompt_tokens=0))
+
+    def idle(self, at: float, replica: str) -> None:
+        self._ledger.handle(flight.RequestEnded(at=at, request=_ANY, slice=replica, tokens=0, finish="completed"))
+
+    def books(self, at: float) -> tuple[SliceSeconds, ...]:
+        return self._ledger.books(at)
 
 
 def idle_shares(before: Iterable[SliceSeconds], after: Iterable[SliceSeconds]) -> dict[str, float]:

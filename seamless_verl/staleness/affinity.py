@@ -21,7 +21,7 @@ from seamless_verl.staleness.routing import ReplicaLoad
 # Tokens that a conversation generates before the newcomer is taken back: two turns of an agent, or twenty seconds of an
 # answer. More would move more of them; how long a loan lasts is not known where requests are routed.
 _STAY_TOKENS = 1024
-_PREFILLS_PER_MOVE = 2
+_PREFILLS_PER_MOVE = 2  # on the newcomer, and elsewhere when that leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class MovePrice:
 
 
 class Newcomers:
-    """Replicas that joined while the caches of the others were valid, and who is on which since then.
+    """Replicas that joined while the caches of the others were valid, and where conversations are since then.
 
     A conversation moves at most once for each replica that joins. Loads are compared by conversations, not by requests
     that happen to run at the moment: while a conversation waits for a tool it runs nowhere, and yet comes back.
@@ -100,7 +100,7 @@ class Newcomers:
         """Where the next turn of a conversation goes whose prefix ``home`` holds.
 
         Args:
-            context: tokens of it; None if nobody said, then it stays.
+            context: tokens of it; None: unknown, then it stays.
             in_flight: requests of each replica that serves.
             pace: what ``home`` takes.
         """

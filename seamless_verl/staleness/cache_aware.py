@@ -2,7 +2,7 @@
 
     a turn ─► its session has its cache on a replica ─► there
                  no ─► replicas with room for its context ─► the one that holds its prompt's prefix, else the emptiest
-                          none ─► it waits, and so does whoever came later
+                          none ─► it waits, and so do all that came later
 
 A prefix cache forgets what nobody has used for longest. Where the contexts of all sessions do not fit, that is the one
 whose turn comes next, and each turn computes its whole context again. Here the oldest sessions keep their places as
@@ -23,10 +23,10 @@ from seamless_verl.decode_cost import EnginePace
 from seamless_verl.staleness.affinity import MovePrice
 from seamless_verl.staleness.routing import Hold, LeastRequests, PendingRequest, ReplicaLoad, Route
 
-# Of a cache, what sessions may keep: the rest takes what they add until they ask again, and what ended ones left.
-_KEPT_SHARE = 0.9
-_MOST_REMEMBERED = 10_000
-_PREFILLS_PER_TURN = 2  # its own, and one of the session that loses its cache to it
+# Share of a cache that sessions may keep: the rest takes what they add until their next turn, and what ended ones left.
+_CACHE_FILL_LIMIT = 0.9
+_MAX_PREFIXES = 10_000
+_PREFILLS_PER_EVICTION = 2  # of its own context, and of the one that it evicts
 
 
 class CacheAware:
@@ -47,7 +47,7 @@ class CacheAware:
         full = ""
         asked = sorted(requests, key=lambda request: (request.version, request.arrival))
         for place, request in enumerate(asked, 1):
-            if full:  # nobody overtakes: it would take the room that the older one waits for
+            if full:  # none overtakes: it would take the room that the older one waits for
                 decisions.append(Hold(request=request.request, reason=full))
                 continue
             roomy = [load for load in loads.values() if self._admits(load, request.tokens)]
@@ -67,13 +67,13 @@ class CacheAware:
             return True  # whatever the sessions do that keep their caches there
         if load.waiting or load.running >= load.max_running:
             return False
-        return load.kept + tokens <= _KEPT_SHARE * load.cache_tokens or self._gains_by_thrashing(load, tokens)
+        return load.kept + tokens <= _CACHE_FILL_LIMIT * load.cache_tokens or self._gains_by_thrashing(load, tokens)
 
     def _gains_by_thrashing(self, load: ReplicaLoad, tokens: int) -> bool:
         """Whether one more request yields more tokens per second, although contexts are computed again for it."""
         pace = load.pace or self._pace
         step_s = pace.decode.step_s(load.running + 1, load.kv_tokens + tokens)
-        turn_s = pace.turn_tokens * step_s + _PREFILLS_PER_TURN * tokens * pace.prefill_s_per_token
+        turn_s = pace.turn_tokens * step_s + _PREFILLS_PER_EVICTION * tokens * pace.prefill_s_per_token
         now = pace.decode.throughput(load.running, load.kv_tokens)
         return (load.running + 1) * pace.turn_tokens > now * turn_s
 
@@ -94,7 +94,7 @@ class Residents:
     def __init__(self) -> None:
         self._places: dict[Hashable, tuple[str, int]] = {}  # session -> replica, tokens of its context
         # Session or group -> where its prefix was computed last; what is forgotten costs a prefill.
-        self._last: LRUCache[Hashable, str] = LRUCache(maxsize=_MOST_REMEMBERED)
+        self._last: LRUCache[Hashable, str] = LRUCache(maxsize=_MAX_PREFIXES)
         self._tokens: Counter[str] = Counter()
         self._began: dict[Hashable, int] = {}
         self._sessions = 0
@@ -104,7 +104,7 @@ class Residents:
         return self._tokens[replica]
 
     def near(self, session: Hashable, group: Hashable) -> str:
-        """Where the prefix of a session without a place may still be; empty: nobody knows, or it is to go elsewhere."""
+        """Where the prefix of a session without a place may still be; empty: unknown, or it is to go elsewhere."""
         return self._last[session] if session in self._last else self._last.get(group, "")
 
     def began(self, session: Hashable) -> int:
@@ -137,7 +137,7 @@ class Residents:
         idle = [other for other, (replica, _) in self._places.items() if replica == place and not runs(other)]
         lost = []
         for other in sorted(idle, key=self.began, reverse=True):
-            if self._tokens[place] <= _KEPT_SHARE * cache_tokens:
+            if self._tokens[place] <= _CACHE_FILL_LIMIT * cache_tokens:
                 break
             self.displaced(other)
             lost.append(other)
@@ -161,7 +161,7 @@ class Residents:
             self._last.pop(session, None)
 
     def left(self, replicas: Iterable[str]) -> None:
-        """These replicas serve no more; their sessions have no place."""
+        """These replicas left the router; their sessions have no place."""
         gone = set(replicas)
         for session in [session for session, (place, _) in self._places.items() if place in gone]:
             self.displaced(session)

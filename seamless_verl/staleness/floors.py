@@ -1,6 +1,6 @@
 """Which weights each replica has, and the floor of a request: the oldest version that may make its first token.
 
-    floor 4   a (3)  b (4)  c (5)  ──►  b or c; nobody: the request waits, and 4 is wanted
+    floor 4   a (3)  b (4)  c (5)  ──►  b or c; if none: the request waits, and 4 is wanted
 
 A fresh prompt's floor is the version that it was reserved for, a later turn's the version of its session's first token
 (V_traj). Invariant: a request is only given a replica whose version is its floor or newer, so no trajectory begins with

@@ -46,6 +46,7 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
     "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._maybe_log_val_generations",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",
@@ -102,6 +103,8 @@ NAMES = [
     "ray.exceptions:OutOfMemoryError",
     "ray.util:list_named_actors",
     "transfer_queue.controller:TransferQueueController",
+    "transfer_queue.interface:_TQ_CONTROLLER",
+    "transfer_queue.interface:close",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.get_reward_handles",
     "verl.utils.import_utils:load_class_from_fqn",
     # rollout
@@ -722,7 +725,8 @@ def _audited(monkeypatch, **changes):
         "rm_scores": torch.tensor([0.0, 1.0]),
     }
     stamp = {"digest": row_digest(*list(stored.values())[:4]), "violations": changes.pop("violations", 0)}
-    stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": {"passed": 1.0}}, **changes}
+    passed = {"passed": changes.pop("passed", 1.0)}
+    stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": passed}, **changes}
     first = stored | {"rm_scores": torch.tensor([0.0, -7.0])}  # of two rows of a session, the last one's reward counts
     both = {name: [first[name], value] for name, value in stored.items()}
     monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: both)
@@ -736,6 +740,40 @@ def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
     report = _audited(monkeypatch)
     assert (report.rows_audited, report.rollouts, report.reward, report.pass_rate) == (2, 1, 1.0, 1.0)
     assert report.tokens_per_s == 2.0
+
+
+def test_beside_rows_of_verls_own_loops_without_log_probs_the_others_are_audited(monkeypatch):
+    """TransferQueue gives a column only where all rows that are asked for have it."""
+    import torch
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.verl_adapter.rollout.verl_samples import row_digest
+    from seamless_verl.verl_adapter.trainer import step_report
+
+    ones = dict.fromkeys(("prompts", "responses", "response_mask", "rm_scores"), torch.tensor([1]))
+    sampled = torch.tensor([-0.5])
+    stamp = {"digest": row_digest([1], [1], [1], sampled), "violations": 0}
+    rows = {"a_0_0": ones | {"extra_fields": {}}}
+    rows["b_0_0"] = ones | {"rollout_log_probs": sampled, "extra_fields": {"seamless": stamp}}
+
+    def get(keys, partition_id, select_fields):
+        return {f: [rows[k][f] for k in keys] for f in select_fields if all(f in rows[k] for k in keys)}
+
+    monkeypatch.setattr(step_report.tq, "kv_batch_get", get)
+    meter = step_report.StepMeter()
+    meter.audit(KVBatchMeta(partition_id="train", keys=[*rows], tags=[{}, {}], extra_info={}))
+    report = meter.finish(step=1, total_steps=1, timing={"step": 1.0})
+    assert (report.rows, report.rows_audited, report.audit_violations) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(("passed", "rate"), [("3/5", None), ([1, 0], None), (7, None), (0.5, 0.5), (np.True_, 1.0)])
+def test_what_a_reward_calls_passed_is_a_rate_where_it_is_a_share(monkeypatch, passed, rate):
+    """verl's own agent loops may call anything so."""
+    from seamless_verl.verl_adapter.trainer.step_report import validation_report
+
+    assert _audited(monkeypatch, passed=passed).pass_rate == rate
+    (report,) = validation_report(1, ["s"] * 2, ["u", "v"], {"reward": [0.25, 0.25], "passed": [passed, None]})
+    assert (report.metric, report.mean) == (("reward", 0.25) if rate is None else ("passed", rate / 2))
 
 
 @pytest.mark.parametrize(
@@ -829,8 +867,10 @@ def _compared(monkeypatch, *differences):
 
 
 def test_the_largest_difference_of_log_probs_is_that_of_any_token_that_is_trained(monkeypatch):
-    report = _compared(monkeypatch, [0.0, -0.3, 9.0], [0.1, 0.0, 9.0])
+    """A row may train nothing: an agent loop of the user's own can mask what was cut off."""
+    report = _compared(monkeypatch, [9.0], [0.0, -0.3, 9.0], [0.1, 0.0, 9.0])
     assert report.max_logprob_diff == pytest.approx(0.3)
+    assert _compared(monkeypatch, [9.0]).max_logprob_diff is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -868,6 +908,27 @@ def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_
     ]
 
 
+def test_a_validation_is_reported_on_the_scores_and_on_as_many_as_were_asked_for_whatever_rewards_and_rows_say():
+    """verl 0.9.1 puts what a reward function calls ``reward`` between the scores; a row may name its rollouts."""
+    from omegaconf import OmegaConf
+
+    importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
+
+    reports, told = [], []
+    trainer = object.__new__(SeamlessTrainer)
+    trainer.config = OmegaConf.create({"trainer": {"log_val_generations": 0}})
+    trainer.global_steps = 3
+    trainer.reporter = types.SimpleNamespace(validation=reports.append, say=told.append)
+    trainer._maybe_log_val_generations(inputs=["", ""], outputs=["", ""], scores=[1.0, 0.5])
+    infos = {"reward": [1.0, 7.0, 0.5, 7.0], "score": [1.0, 0.5]}
+    expected = {("s", "u"): 1, ("s", "v"): 2}
+    found = trainer._val_metrics_update(["s", "s"], ["u", "v"], infos, [1, 1], expected_acc_counts=expected)
+    assert (reports[0].mean, reports[0].rollouts) == (0.75, 2)
+    assert found["val-core/s/reward/mean@1"] == 0.75
+    assert "1 of 3 rollouts are missing" in told[0]
+
+
 def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leaves_out_has_not_passed():
     from seamless_verl.verl_adapter.trainer.step_report import validation_report
 
@@ -878,7 +939,7 @@ def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leav
 
 
 def test_verls_reward_managers_call_a_plain_number_acc():
-    """Why the curriculum refuses an ``acc`` that comes alone; may go when verl tells the two apart."""
+    """Why the curriculum doubts an ``acc`` that comes alone; may go when verl tells the two apart."""
     from verl.experimental.reward_loop.reward_manager import dapo, naive
 
     importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
@@ -1035,14 +1096,15 @@ class _Scripted:
         )
 
 
-def _client(monkeypatch, attempts, **rollout):
+def _client(monkeypatch, attempts, seamless=None, **rollout):
     from omegaconf import OmegaConf
 
     from seamless_verl.verl_adapter.rollout import llm_client
 
     scripted = _Scripted(attempts)
     monkeypatch.setattr(llm_client.LLMServerClient, "generate", lambda self, **kw: scripted(self, **kw))
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 50, **rollout}}})
+    ours = {"seamless": seamless} if seamless else {}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 50, **rollout}}, **ours})
     return llm_client.VersionedLLMClient(config), scripted
 
 
@@ -1083,6 +1145,13 @@ async def test_an_interruption_at_the_last_token_of_the_budget_ends_the_generati
     output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 2})
     assert output.stop_reason == "length"
     assert len(scripted.asked) == 1
+
+
+@pytest.mark.parametrize(("asked", "told"), [(2, "length"), (3, "completed")])
+async def test_an_answer_that_fills_its_budget_ended_by_length_as_under_verls_client(asked, told, monkeypatch):
+    client, _ = _client(monkeypatch, [([1, 2], 4, "completed")])
+    output = await client.generate("r", prompt_ids=[0], sampling_params={"max_tokens": asked})
+    assert output.stop_reason == told
 
 
 async def test_without_a_limit_the_configured_response_length_is_the_budget(monkeypatch):
@@ -1217,14 +1286,15 @@ async def test_a_replica_is_told_how_old_the_session_is_and_told_the_same_after_
         release_server=lambda server_id: None,
     )
     rollout = {"response_length": 50, "name": "vllm", "scheduling_policy": "priority"}
-    client = VersionedLLMClient(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}), balancer)
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    client = VersionedLLMClient(config, balancer)
+    last_waits = OmegaConf.merge(config, {"seamless": {"router": {"oldest_first": False}}})
     with request_log.session("g", 0):
         began_ms = request_log.began_ms("r")
         await client.generate("r", prompt_ids=[1], sampling_params={})
         await client.generate("r", prompt_ids=[1], sampling_params={}, priority=0)  # as verl's single_turn_agent
         await client.generate("r", prompt_ids=[1], sampling_params={}, priority=5)  # somebody's own
-        client.config = OmegaConf.merge(client.config, {"seamless": {"router": {"oldest_first": False}}})
-        await client.generate("r", prompt_ids=[1], sampling_params={}, priority=0)
+        await VersionedLLMClient(last_waits, balancer).generate("r", prompt_ids=[1], sampling_params={}, priority=0)
     assert [options.get("priority") for options in asked] == [began_ms, began_ms, began_ms, 5, None]
     inspect.signature(vLLMHttpServer.generate).bind(None, **asked[1])
 
@@ -1270,7 +1340,6 @@ class _Router:
 
 
 async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_had(monkeypatch):
-    from omegaconf import OmegaConf, open_dict
     from ray.exceptions import ActorDiedError, RayTaskError
 
     from seamless_verl.verl_adapter.rollout import llm_client
@@ -1279,7 +1348,9 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     class EngineDeadError(Exception):
         pass
 
-    client, scripted = _client(monkeypatch, [([1, 2], 4, "aborted"), ([3], 5, "completed")])
+    alone, _ = _client(monkeypatch, [], seamless={"scheduler": {"policy": None}})
+    answers = [([1, 2], 4, "aborted"), ([3], 5, "completed")]
+    client, scripted = _client(monkeypatch, answers, seamless={"scheduler": {"policy": "greedy"}})
     deaths = {1: ActorDiedError(), 2: RayTaskError("generate", "", EngineDeadError())}
     calls = []
 
@@ -1293,8 +1364,6 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
 
     monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
     client._load_balancer = _Router()
-    with open_dict(client.config):
-        client.config.seamless = OmegaConf.create({"scheduler": {"policy": "greedy"}})
     told = []
     monkeypatch.setattr(llm_client.request_log, "died", lambda server, reason: told.append(server))
     output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10})
@@ -1302,22 +1371,21 @@ async def test_a_generation_whose_replica_dies_goes_on_elsewhere_with_what_it_ha
     assert output.extra_fields["version_spans"] == [(4, 2), (5, 1)]
     assert told == client._load_balancer.removed == ["server-1", "server-2"]
 
-    client.config.seamless.scheduler.policy = None  # verl's own trainer cannot go on without a replica
     calls.clear()
     deaths[0] = ActorDiedError()
-    with pytest.raises(ActorDiedError):
-        await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10})
+    with pytest.raises(ActorDiedError):  # verl's own trainer cannot go on without a replica
+        await alone.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10})
 
 
 async def test_what_a_replica_told_of_an_answer_before_it_died_is_kept(monkeypatch):
-    from omegaconf import OmegaConf, open_dict
     from ray.exceptions import ActorDiedError
     from verl.workers.rollout.replica import TokenOutput
 
     from seamless_verl.verl_adapter.rollout import llm_client
     from seamless_verl.verl_adapter.rollout.request_log import ReplicaCall
 
-    client, scripted = _client(monkeypatch, [([4], 5, "completed")], name="vllm")
+    ours = {"scheduler": {"policy": "greedy"}, "supervise": {"tokens_at_risk": 2}}
+    client, scripted = _client(monkeypatch, [([4], 5, "completed")], seamless=ours, name="vllm")
     asked = []
 
     class Dying:
@@ -1343,10 +1411,6 @@ async def test_what_a_replica_told_of_an_answer_before_it_died_is_kept(monkeypat
 
     monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
     client._load_balancer = _Router()
-    with open_dict(client.config):
-        client.config.seamless = OmegaConf.create(
-            {"scheduler": {"policy": "greedy"}, "supervise": {"tokens_at_risk": 2}, "run_dir": None}
-        )
     kept = []
     output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10}, on_progress=kept.append)
     assert asked == [[9], [9, 0, 1, 10, 11]]
@@ -1379,19 +1443,16 @@ async def test_the_experts_of_each_attempt_stay_with_its_tokens(monkeypatch):
 
 
 async def test_an_error_of_the_engine_that_is_no_death_is_not_retried(monkeypatch):
-    from omegaconf import OmegaConf, open_dict
     from ray.exceptions import RayTaskError
 
     from seamless_verl.verl_adapter.rollout import llm_client
 
-    client, _ = _client(monkeypatch, [])
+    client, _ = _client(monkeypatch, [], seamless={"scheduler": {"policy": "greedy"}})
 
     async def generate(self, **_):
         raise RayTaskError("generate", "", ValueError("prompt too long"))
 
     monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
-    with open_dict(client.config):
-        client.config.seamless = OmegaConf.create({"scheduler": {"policy": "greedy"}})
     with pytest.raises(RayTaskError) as raised:
         await client.generate("r", prompt_ids=[9], sampling_params={})
     assert isinstance(raised.value.cause, ValueError)
@@ -1412,10 +1473,11 @@ def test_a_transfer_has_the_steps_that_we_wrote_out():
 
 def test_verls_v1_trainers_read_no_reward_under_the_keys_of_older_versions():
     """Why `check_estimator` refuses them; may go when one of these files moves them."""
+    from verl.experimental.reward_loop import migrate_legacy_reward_impl
     from verl.trainer import main_ppo
     from verl.trainer.ppo.v1 import trainer_base
 
     for module in (main_ppo, trainer_base):
         source = inspect.getsource(module)
-        assert "migrate_legacy" not in source
+        assert migrate_legacy_reward_impl.__name__ not in source
         assert not re.search(r"config\.(reward_model|custom_reward_function|sandbox_fusion)\b", source)

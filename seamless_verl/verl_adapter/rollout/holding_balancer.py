@@ -3,7 +3,7 @@
 `HoldingBalancer` sends a request where its rule says, or holds it until a place is worth it. `staleness.routing` has
 StaleFlow's rule; with `staleness.cache_aware` sessions lose and get places (`CacheAwareBalancer`).
 
-    acquire ─► hold ─► place ─► replica ─► release ─► loads differ too much? ─► abort attempts there; their client keeps
+    acquire ─► hold ─► place ─► replica ─► release ─► loads differ too much? ─► abort requests there; their client keeps
                  ▲                                                                   the tokens and acquires again ─┐
                  └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
@@ -14,8 +14,9 @@ conversations began.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,24 +26,20 @@ from seamless_verl.config import RouterConfig
 from seamless_verl.staleness.cache_aware import CacheAware, Residents
 from seamless_verl.staleness.router import router_of
 from seamless_verl.staleness.routing import LeastRequests, MarginalGain, PendingRequest, ReplicaLoad, Route
-from seamless_verl.verl_adapter.rollout.load_balancer import LOOK_EVERY_S, UNBOUNDED, Attempt, MeteredLoadBalancer
+from seamless_verl.verl_adapter.rollout.load_balancer import POLL_LOADS_S, UNBOUNDED, MeteredLoadBalancer, Request
 
 # Every call that is held back occupies one of the 1,000 places that Ray gives an asynchronous actor; were all taken,
 # no release could come through. Beyond this many, requests go where they are served soonest.
 _MOST_HELD = 500
-# A client asks for its next place right after it left the last one; who has not by then had come to its end.
-_ASKS_AGAIN_S = 1.0
+# A client that was interrupted acquires again at once; after this long its conversation has ended.
+_REACQUIRE_S = 1.0
 
 
 @dataclass(slots=True)
 class _Held:
     """A request that waits; ``place`` becomes the replica where it is to go."""
 
-    conversation: str
-    tokens: int
-    worker: str
-    floor: int
-    session: str
+    request: Request
     place: asyncio.Future[str]
 
 
@@ -52,46 +49,41 @@ class HoldingBalancer(MeteredLoadBalancer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
-        self._asked = 0
+        self._numbers = itertools.count()
         self._arrivals: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # of conversations
-        self._conversations = 0
+        self._order = itertools.count()
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
-        self._rests, self._news = False, False  # after a look at who has a place; something has happened since
-        self._moving: dict[str, float] = {}  # conversation that has left, and is about to ask again -> since when
+        self._cooling_down, self._route_pending = False, False  # see `_route`
+        self._moving: dict[str, float] = {}  # conversation between two replicas -> since when
 
     async def acquire_server(  # type: ignore[override]  # Ray awaits it, and hands over the required fields by name
-        self,
-        request_id: str,
-        context_tokens: int | None = None,
-        attempt: str = "",
-        worker: str = "",
-        floor: int = 0,
-        session: str = "",
+        self, request_id: str, *args: Any, **named: Any
     ) -> tuple[str, Any]:
-        """As its parent's, except that the answer may take until another request has ended."""
+        """As its parent's, except that the answer may have to wait until another request has ended."""
+        request = Request(request_id, *args, **named)
         if request_id not in self._arrivals:
-            self._arrivals[request_id] = self._conversations
-            self._conversations += 1
-        self._make_room(request_id, context_tokens or 0)
-        able = self._able(floor)
+            self._arrivals[request_id] = next(self._order)
+        self._begin_turn(request)
+        able = self._able(request.floor)
         at_home = self._request_id_to_server.get(request_id) in able
         if able and not at_home and not self._full_determinism and len(self._held) < _MOST_HELD:
-            self._asked += 1
-            number = str(self._asked)
-            place = asyncio.get_running_loop().create_future()
-            held = _Held(request_id, context_tokens or 0, worker, floor, session, place)
-            self._held[number] = held
-            self._route()
-            self._look_later()
-            try:
-                await held.place
-            finally:
-                del self._held[number]
-        if at_home or self._request_id_to_server.get(request_id) not in self._able(floor):
-            self._choose(request_id, context_tokens, floor, session, worker)
-        seat = self._seat(request_id, Attempt(attempt, context_tokens or 0, worker))
+            await self._hold(request)
+        if at_home or self._request_id_to_server.get(request_id) not in self._able(request.floor):
+            self._choose(request)
+        seat = self._seat(request)
         self._moving.pop(request_id, None)
         return seat
+
+    async def _hold(self, request: Request) -> None:
+        """Wait until its conversation is pinned to a replica that is worth it."""
+        number = str(next(self._numbers))
+        held = self._held[number] = _Held(request, asyncio.get_running_loop().create_future())
+        self._route()
+        self._poll_later()
+        try:
+            await held.place
+        finally:
+            del self._held[number]
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         super().release_server(server_id, request_id)
@@ -104,96 +96,89 @@ class HoldingBalancer(MeteredLoadBalancer):
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         super().add_servers(servers)
-        self._route()
         self._migrate()
 
-    def set_version(self, server_ids: list[str], version: int) -> None:
-        super().set_version(server_ids, version)
-        self._route()
-
-    def set_cache_tokens(self, sizes: Mapping[str, int]) -> None:
-        super().set_cache_tokens(sizes)
+    def _replicas_changed(self) -> None:
+        super()._replicas_changed()
         self._route()
 
     def _has_place(self, floor: int) -> bool:
-        may_hold = len(self._held) < _MOST_HELD  # then whoever finds somebody new enough is held here, not refused
+        may_hold = len(self._held) < _MOST_HELD  # then what finds a replica new enough is held here, not refused
         return bool(self._able(floor)) and (may_hold or super()._has_place(floor))
 
     def wanted(self) -> int | None:
-        return self._versions.wanted(self._inflight_requests, (held.floor for held in self._held.values()))
+        return self._versions.wanted(self._inflight_requests, (held.request.floor for held in self._held.values()))
 
-    async def _ask(self, name: str, method: Any) -> None:
-        await super()._ask(name, method)
+    async def _poll(self, server_id: str, method: str) -> None:
+        await super()._poll(server_id, method)
         self._route()
         if any(not held.place.done() for held in self._held.values()):
-            self._look_later()
+            self._poll_later()
 
-    def _look_later(self) -> None:
-        """Somebody waits: an engine's queue may go while no request ends."""
-        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._learn)
+    def _poll_later(self) -> None:
+        """Poll although no request ends: an engine's queue may go meanwhile."""
+        asyncio.get_running_loop().call_later(POLL_LOADS_S, self._poll_replicas)
 
     def remove_servers(self, server_ids: list[str]) -> None:
         super().remove_servers(server_ids)
         self._leaving &= self._running.keys()
-        self._route()
 
     def worker_died(self, worker: str) -> None:
         for held in self._held.values():
-            if held.worker == worker:
+            if held.request.worker == worker:
                 held.place.cancel()
         super().worker_died(worker)
         self._route()
 
     def _route(self) -> None:
-        """Something has happened: `_wake_placed`, but not again for as long as that took. It is long where many wait;
-        what happens meanwhile is looked at together."""
+        """Route now; then at most every T seconds, where T is how long the last pass took (duty cycle <= 50 %)."""
         waiting = next((held for held in self._held.values() if not held.place.done()), None)
-        if waiting is None or self._rests:
-            self._news = True
+        if waiting is None or self._cooling_down:
+            self._route_pending = True
             return
-        began, self._news = time.perf_counter(), False
-        self._wake_placed()
-        self._rests = True
-        waiting.place.get_loop().call_later(time.perf_counter() - began, self._rested)
+        began, self._route_pending = time.perf_counter(), False
+        self._place_held()
+        self._cooling_down = True
+        waiting.place.get_loop().call_later(time.perf_counter() - began, self._cooldown_over)
 
-    def _rested(self) -> None:
-        self._rests = False
-        if self._news:
+    def _cooldown_over(self) -> None:
+        self._cooling_down = False
+        if self._route_pending:
             self._route()
 
-    def _wake_placed(self) -> None:
-        """Wake those that have a place now; each takes it when it runs, which `super().acquire_server` counts."""
+    def _place_held(self) -> None:
+        """Wake held requests that have a place now; each takes it when its task runs, which `_seat` counts."""
         waiting = {number: held for number, held in self._held.items() if not held.place.done()}
         if not self._inflight_requests:
             for held in waiting.values():
                 held.place.set_result("")  # to be refused there, as verl expects
             return
-        order = sorted(waiting, key=lambda number: self._arrivals.get(waiting[number].conversation, 0))
-        requests = [
-            PendingRequest(
-                request=number,
-                version=waiting[number].floor,
-                tokens=waiting[number].tokens,
-                arrival=(place,),
-                long=waiting[number].session in self._outlasting,
-                near=self._near(waiting[number].conversation),
-            )
-            for place, number in enumerate(order)
-        ]
+        order = sorted(waiting, key=lambda number: self._arrivals.get(waiting[number].request.conversation, 0))
+        requests = [self._pending(number, waiting[number].request, place) for place, number in enumerate(order)]
         for decision in self.rules.policy.route(requests, self._loads()):
             if not isinstance(decision, Route) or waiting[decision.request].place.done():
                 continue
-            conversation = waiting[decision.request].conversation
+            conversation = waiting[decision.request].request.conversation
             self._request_id_to_server[conversation] = decision.replica
             for held in waiting.values():  # what else it asked for at the same time goes to the same prefix cache
-                if held.conversation == conversation and not held.place.done():
+                if held.request.conversation == conversation and not held.place.done():
                     held.place.set_result(decision.replica)
 
-    def _make_room(self, conversation: str, tokens: int) -> None:
-        """It asks, with a context of so many tokens."""
+    def _pending(self, number: str, request: Request, place: int) -> PendingRequest:
+        return PendingRequest(
+            request=number,
+            version=request.floor,
+            tokens=request.tokens,
+            arrival=(place,),
+            long=request.session in self._outlasting,
+            near=self._near(request),
+        )
 
-    def _near(self, conversation: str) -> str:
-        """The replica that may hold its prefix; empty: nobody knows."""
+    def _begin_turn(self, request: Request) -> None:
+        """Hook: a conversation's context grew to ``request.tokens``; evict others if its replica is over its limit."""
+
+    def _near(self, request: Request) -> str:
+        """Hook: the replica that may hold its prefix; empty: unknown."""
         return ""
 
     def _migrate(self) -> None:
@@ -201,7 +186,7 @@ class HoldingBalancer(MeteredLoadBalancer):
 
         One round at a time: until those of the last one run elsewhere, the loads do not show what it brought.
         """
-        asks_since = time.monotonic() - _ASKS_AGAIN_S
+        asks_since = time.monotonic() - _REACQUIRE_S
         self._moving = {conversation: left for conversation, left in self._moving.items() if left > asks_since}
         if self.rules.migration is None or self._leaving or self._moving or self._held or not self._inflight_requests:
             return
@@ -219,7 +204,7 @@ class HoldingBalancer(MeteredLoadBalancer):
     def _loads(self) -> list[ReplicaLoad]:
         """Requests in flight, and those that were told their place and have not taken it yet."""
         told = (held for held in self._held.values() if held.place.done() and not held.place.cancelled())
-        promised = [(held.place.result(), held.tokens) for held in told]
+        promised = [(held.place.result(), held.request.tokens) for held in told]
         loads = []
         for server_id, in_flight in self._inflight_requests.items():
             coming = [tokens for place, tokens in promised if place == server_id]
@@ -234,25 +219,11 @@ class CacheAwareBalancer(HoldingBalancer):
         super().__init__(*args, **kwargs)
         self._residents = Residents()
         size = self._request_id_to_server.maxsize
-        self._askers: LRUCache[str, tuple[str, str]] = LRUCache(maxsize=size)  # conversation -> group, rollout worker
+        self._workers: LRUCache[str, str] = LRUCache(maxsize=size)  # conversation -> rollout worker
         self._over: LRUCache[str, bool] = LRUCache(maxsize=size)
 
-    def require_acquire_fields(self) -> list[str]:
-        return [*super().require_acquire_fields(), "group"]
-
-    async def acquire_server(  # type: ignore[override]
-        self, request_id: str, context_tokens: int | None = None, *, group: str = "", **named: Any
-    ) -> tuple[str, Any]:
-        """As its parent's.
-
-        Args:
-            group: whose prompt it is; conversations of one group begin with the same tokens.
-        """
-        self._askers[request_id] = (group, named.get("worker", ""))
-        return await super().acquire_server(request_id, context_tokens, **named)
-
     def conversations_over(self, request_ids: list[str]) -> None:
-        """Their sessions have ended: others may have their room."""
+        """Their sessions have ended: free what was kept for them."""
         super().conversations_over(request_ids)
         self._residents.over(request_ids)
         self._over.update(dict.fromkeys(request_ids, True))
@@ -260,7 +231,7 @@ class CacheAwareBalancer(HoldingBalancer):
 
     def worker_died(self, worker: str) -> None:
         super().worker_died(worker)
-        self.conversations_over([name for name, (_, asker) in self._askers.items() if asker == worker])
+        self.conversations_over([name for name, asker in self._workers.items() if asker == worker])
 
     def clear_sticky_cache(self) -> dict[str, Any]:
         self._residents.caches_lost()
@@ -270,33 +241,29 @@ class CacheAwareBalancer(HoldingBalancer):
         self._residents.left(server_ids)
         super().remove_servers(server_ids)
 
-    def _displace(self, conversation: str) -> None:
-        super()._displace(conversation)
-        self._residents.displaced(conversation)
+    def _unpin(self, conversation: str, *, moves: bool = False) -> None:
+        super()._unpin(conversation, moves=moves)
+        (self._residents.moved if moves else self._residents.displaced)(conversation)
 
-    def _send_away(self, conversation: str) -> None:
-        super()._send_away(conversation)
-        self._residents.moved(conversation)
-
-    def _make_room(self, conversation: str, tokens: int) -> None:
-        home = self._request_id_to_server.get(conversation)
+    def _begin_turn(self, request: Request) -> None:
+        self._workers[request.conversation] = request.worker
+        home = self._request_id_to_server.get(request.conversation)
         if home is None:
             return
         cache = self._cache_tokens.get(home, UNBOUNDED)
-        for other in self._residents.grown(conversation, tokens, cache, self._runs_on(home)):
-            self._displace(str(other))
+        for other in self._residents.grown(request.conversation, request.tokens, cache, self._runs_on(home)):
+            self._unpin(str(other))
 
     def _runs_on(self, replica: str) -> Callable[[Hashable], bool]:
         return lambda conversation: (replica, conversation) in self._running
 
-    def _near(self, conversation: str) -> str:
-        return self._residents.near(conversation, self._askers.get(conversation, ("", ""))[0])
+    def _near(self, request: Request) -> str:
+        return self._residents.near(request.conversation, request.group)
 
-    def _seat(self, request_id: str, attempt: Attempt) -> tuple[str, Any]:
-        server_id, handle = super()._seat(request_id, attempt)
-        if request_id not in self._over:  # else whoever asked has left meanwhile, and gives its seat back
-            group, _ = self._askers.get(request_id, ("", ""))
-            self._residents.placed(request_id, group, server_id, attempt.tokens)
+    def _seat(self, request: Request) -> tuple[str, Any]:
+        server_id, handle = super()._seat(request)
+        if request.conversation not in self._over:  # else its session ended meanwhile, and gives the seat back
+            self._residents.placed(request.conversation, request.group, server_id, request.tokens)
         return server_id, handle
 
     def _load(self, server_id: str, requests: int, coming_tokens: int) -> ReplicaLoad:

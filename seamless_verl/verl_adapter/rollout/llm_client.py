@@ -1,8 +1,8 @@
 """The token-in-token-out client under our trainer: resumes interrupted generations and keeps versions per token.
 
 verl's ``FullyAsyncLLMServerClient`` keeps the lowest and highest weight version of an answer and sleeps a second
-before each resumption. Here every attempt contributes a span ``(version, tokens)``, and an interrupted attempt goes
-straight back: the replica holds it until its weights are new.
+before each resumption. Here every call of a replica contributes a span ``(version, tokens)``, and what was interrupted
+goes straight back: the replica holds it until its weights are new.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from seamless_verl.config import SeamlessConfig
 from seamless_verl.trajectory.generation import Decode, FinishReason, Generation, PartialGeneration, VersionSpan
 from seamless_verl.verl_adapter.rollout.load_balancer import NONE_NEW_ENOUGH
 from seamless_verl.verl_adapter.rollout.request_log import (
@@ -34,12 +35,12 @@ from seamless_verl.verl_adapter.rollout.request_log import (
 from seamless_verl.verl_adapter.vllm.engine_cache import name_of_turn
 
 OnProgress = Callable[[Generation], None]
-_INTERRUPTED = ("aborted", "abort")
-_FAILED = "error"
-# When a replica refuses outright: it is handed to the trainer, or verl's enable_switch registers it while it sleeps,
-# which lasts until the standing ones have their weights. By how often it has done so.
+_ABORT_REASONS = ("aborted", "abort")
+_ERROR_REASON = "error"
+# By how often in a row a replica has refused outright: it is handed to the trainer, or verl's enable_switch registers
+# it while it sleeps, which lasts until the standing ones have their weights.
 _BACKOFFS_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
-_NOBODY_SERVES_S = 0.5
+_RETRY_S = 0.5
 
 
 class InParts:
@@ -73,7 +74,11 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._asked: dict[int, asyncio.Future[None]] = {}  # floor -> tells when a replica serves it
-        self._versions_differ = OmegaConf.select(self.config, "seamless.weights.sync") == "rolling"
+        section = OmegaConf.select(self.config, "seamless")
+        given: Any = OmegaConf.to_container(section, resolve=True) if section else None
+        self._seamless = SeamlessConfig.from_mapping(given)
+        # `adopt_config` always writes the section. Where it did not, servers may be verl's own, which know no parts.
+        self._part_tokens = self._seamless.supervise.tokens_at_risk if section else 0
 
     async def generate(
         self,
@@ -90,7 +95,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
 
         ``resume_from`` and ``on_progress`` are those of a `GenerationRequest`.
         ``sampling_params`` is not changed. A budget is always told: verl's server would otherwise derive a fresh one
-        from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within an attempt
+        from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within a call
         only, as under verl's own client.
 
         Raises:
@@ -98,9 +103,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         """
         request_log.name(request_id)  # before it is placed: a session that ends first tells the router so
         prompt_ids = normalize_token_ids(prompt_ids)
-        partial = PartialGeneration(
-            self._with_budget(sampling_params, len(prompt_ids)), decode, moves_grammars=self._rollout("name") == "vllm"
-        )
+        budget, params = self._with_budget(sampling_params, len(prompt_ids))
+        partial = PartialGeneration(params, decode, moves_grammars=self._rollout("name") == "vllm")
         group = request_log.group_of(request_id)
         if self._oldest_first and not kwargs.get("priority"):  # verl's single_turn_agent says 0, which is none
             kwargs["priority"] = request_log.began_ms(request_id)
@@ -112,7 +116,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         refused = 0
         while not is_complete:
             num_kept = len(partial.token_ids)
-            output = await self._attempt(request_id, group, prompt_ids, partial, on_progress, **kwargs)
+            output = await self._call_replica(request_id, group, prompt_ids, partial, on_progress, **kwargs)
             if output is None:  # its replica died
                 is_complete = partial.break_off()
             else:
@@ -124,9 +128,9 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             _tell(partial, on_progress)
             refused = refused + 1 if output is not None and not output.token_ids else 0
             await asyncio.sleep(_BACKOFFS_S[min(refused, len(_BACKOFFS_S) - 1)])
-        return _output(merged, partial, request_log.newest(request_id))
+        return _output(merged, partial, request_log.newest(request_id), budget)
 
-    async def _attempt(
+    async def _call_replica(
         self,
         request_id: str,
         group: str,
@@ -140,7 +144,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         Raises:
             RuntimeError: as `generate`.
         """
-        recorder = recorder_of_worker(OmegaConf.select(self.config, "seamless.run_dir"))
+        recorder = recorder_of_worker(self._seamless.run_dir)
         kept, asked = partial.token_ids, partial.sampling()
         call = ReplicaCall(recorder, request_id, prompt_tokens=len(prompt_ids) + len(kept), resumed=bool(kept))
 
@@ -164,18 +168,19 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
                 await self._leave(call.address, error)
                 return None
             call.answered(output)
-        if output.stop_reason == _FAILED:
+        if output.stop_reason == _ERROR_REASON:
             raise RuntimeError(f"{call.address} gave up on a request with an error; its log tells which")
         return output
 
-    def _with_budget(self, sampling_params: dict[str, Any], num_prompt: int) -> dict[str, Any]:
-        """A copy that says ``max_tokens``, where one is known: what the prompt leaves of the engine's length at most,
-        since verl's server refuses to go on with an answer that fills it."""
+    def _with_budget(self, sampling_params: dict[str, Any], num_prompt: int) -> tuple[int | None, dict[str, Any]]:
+        """The budget, and a copy that says ``max_tokens``, where one is known: what the prompt leaves of the engine's
+        length at most, since verl's server refuses to go on with an answer that fills it."""
         params = dict(sampling_params)
         budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
-        if budget is not None and (length := self._rollout("max_model_len")):
-            budget = min(budget, max(1, int(length) - num_prompt))
-        return params if budget is None else {**params, "max_tokens": budget}
+        if budget is None:
+            return None, params
+        length = self._rollout("max_model_len")
+        return budget, {**params, "max_tokens": min(budget, max(1, int(length) - num_prompt)) if length else budget}
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         extra["context_tokens"] = len(extra.get("prompt_ids", ()))  # a number travels, where the tokens need not
@@ -183,9 +188,9 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if call is not None:  # named before it is placed, so that a balancer may name it, too
             turn = super()._vllm_request_id(request_id)  # under full_determinism it is what it was given
             call.engine_name = turn if turn == request_id else name_of_turn(request_id, turn)
-            extra["attempt"] = call.engine_name
+            extra["engine_name"] = call.engine_name
             extra["worker"] = this_worker()
-        floor = request_log.floor(request_id) if self._versions_differ else 0
+        floor = request_log.floor(request_id) if self._seamless.weights.sync == "rolling" else 0
         if floor:
             extra["floor"] = floor
         extra["group"], extra["session"] = request_log.group_of(request_id), request_log.session_of(request_id)
@@ -222,7 +227,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             self._release_server(server_id, request_id=request_id)
 
     def conversations_over(self, request_ids: list[str]) -> None:
-        """Their session has ended: their replicas, and a router that keeps room for contexts, may forget them."""
+        """Their session has ended: their caches, and the room that a router keeps for them, may go to others."""
         told = getattr(self._load_balancer, "conversations_over", None)
         if told is not None and request_ids:
             told.remote(request_ids)
@@ -232,7 +237,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         one of the 1,000 places that Ray gives the router; were all taken, nobody could tell it of a new replica."""
         told = getattr(self._load_balancer, "someone_serves", None)
         if told is None:  # a router of the user's own
-            await asyncio.sleep(_NOBODY_SERVES_S)
+            await asyncio.sleep(_RETRY_S)
             return
         if floor not in self._asked or self._asked[floor].done():
             self._asked = {of: asked for of, asked in self._asked.items() if not asked.done()}
@@ -252,13 +257,12 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
     @property
     def _oldest_first(self) -> bool:
         """The engine's queue is ordered by when sessions began, also after an interruption and from turn to turn."""
-        is_off = OmegaConf.select(self.config, "seamless.router.oldest_first") is False
-        return self._rollout("scheduling_policy") == "priority" and not is_off
+        return self._seamless.router.oldest_first and self._rollout("scheduling_policy") == "priority"
 
     @property
     def _outlives_replicas(self) -> bool:
         """A scheduler that is told of a dead replica goes on without it; verl's own trainer cannot."""
-        return OmegaConf.select(self.config, "seamless.scheduler.policy") is not None
+        return self._seamless.scheduler.policy is not None
 
     def _tokens_at_risk(self, *, is_journalled: bool) -> int:
         """After how many tokens those of an answer leave their replica; 0: at its end.
@@ -269,7 +273,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         is_useful = self._is_ours and (is_journalled or self._outlives_replicas)
         if not is_useful or self._rollout("enable_rollout_routing_replay"):
             return 0
-        return int(OmegaConf.select(self.config, "seamless.supervise.tokens_at_risk") or 0)
+        return self._part_tokens
 
     async def _leave(self, server: str | None, error: RayError) -> None:
         if server is not None:
@@ -282,14 +286,14 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
 
     @contextmanager
     def _freed(self, group: str, call: ReplicaCall) -> Iterator[None]:
-        """Cancelling an attempt frees its replica, cutting it ends it; verl leaves it generating for nobody."""
+        """Cancelling a call frees its replica, cutting its group ends it; verl leaves it generating for nobody."""
 
         def abort() -> None:
             if self._is_ours and call.server is not None and call.engine_name:
                 call.server.abort_request.remote(call.engine_name, reset_prefix_cache=False)
 
         try:
-            with cut_groups.attempt(group, abort):
+            with cut_groups.running(group, abort):
                 yield
         except asyncio.CancelledError:
             abort()
@@ -304,7 +308,7 @@ def replica_died(error: RayError) -> bool:
 
 
 def _generation(output: TokenOutput) -> Generation:
-    is_interrupted = output.stop_reason in _INTERRUPTED
+    is_interrupted = output.stop_reason in _ABORT_REASONS
     num_tokens = len(output.token_ids)
     version: Any = output.extra_fields.get("global_steps")
     # A server that takes weights under its requests tells them itself; verl's tells the version at the end only.
@@ -319,7 +323,7 @@ def _generation(output: TokenOutput) -> Generation:
 
 
 def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
-    """What of an attempt is not tokens; ``num_kept`` of its tokens were taken over."""
+    """What of a call is not tokens; ``num_kept`` of its tokens were taken over."""
     merged.stop_reason = output.stop_reason
     merged.num_preempted = (merged.num_preempted or 0) + (output.num_preempted or 0)
     merged.extra_fields["global_steps"] = output.extra_fields.get("global_steps")
@@ -335,12 +339,14 @@ def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
         merged.routed_experts = np.concatenate([merged.routed_experts, routed[-num_kept:]])
 
 
-def _output(merged: TokenOutput, partial: PartialGeneration, newest: int) -> TokenOutput:
+def _output(merged: TokenOutput, partial: PartialGeneration, newest: int, budget: int | None) -> TokenOutput:
     """``newest``: version in the session so far; verl's agent loops take over what the last turn says."""
     whole = partial.generation()
     merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
-    if merged.stop_reason in _INTERRUPTED:
+    if merged.stop_reason in _ABORT_REASONS:
         merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
+    if budget is not None and len(merged.token_ids) >= budget:  # as verl's own client has it
+        merged.stop_reason = "length"
     reported = merged.extra_fields.get("global_steps")
     versions = _told(whole.version_spans) or ([] if reported is None else [reported])
     merged.extra_fields.update(

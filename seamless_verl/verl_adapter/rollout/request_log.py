@@ -1,9 +1,9 @@
 """The requests of a rollout worker's process: what each did, and how those of one prompt are cut short.
 
-    _run_agent_loop ─ session ─► attempt routed ─► attempt ended ─►  …  ─► session ended      (in the worker)
+    _run_agent_loop ─ session ─► request routed ─► request ended ─►  …  ─► session ended      (in the worker)
                                         └──────────── take() ─► scheduler.handle              (in the trainer)
 
-No call leaves the worker per request. Nothing is kept before somebody has asked for the first time. Times are wall
+No call leaves the worker per request. Nothing is kept before the first `take`. Times are wall
 clock: workers may be on other machines, and the kernel needs durations of requests, not an exact order.
 """
 
@@ -34,7 +34,7 @@ VERSION_SPANS = "version_spans"
 """There, too: ``[(weight version, tokens), …]`` in the order of generation."""
 PART = "part"
 """Why an output has no more tokens: they are not made yet."""
-_MOST = 100_000  # a trainer that does not come back costs forecasts, not memory
+_MAX_EVENTS = 100_000  # a trainer that does not come back costs forecasts, not memory
 
 _session: ContextVar[tuple[str, str] | None] = ContextVar("scheduled_session", default=None)
 
@@ -53,7 +53,7 @@ class RequestLog:
         self.ring: Callable[[], None] = lambda: None
         self.over: Callable[[list[str]], None] = lambda conversations: None
         self._wanted = False
-        self._events: deque[Event] = deque(maxlen=_MOST)
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._names: dict[str, tuple[str, str]] = {}
         self._began: dict[str, int] = {}  # session -> when, in ms
         self._floors: dict[str, int] = {}  # group -> oldest version that may make the first tokens of its sessions
@@ -88,7 +88,7 @@ class RequestLog:
             self._keep(SessionFinished(at=time.time(), session=key[1], group=group, cut=cut))
 
     def name(self, request_id: str) -> None:
-        """Generations asked for under ``request_id`` belong to the session at hand, whoever asks (the proxy does)."""
+        """Generations asked for under ``request_id`` belong to the session at hand, from any task (the proxy's)."""
         key = _session.get()
         if key is not None:
             self._names.setdefault(request_id, key)
@@ -112,7 +112,7 @@ class RequestLog:
         self._floors |= floors
 
     def release(self, group: str) -> None:
-        """``group`` has ended."""
+        """Forget the floor of ``group``, which has ended."""
         self._floors.pop(group, None)
 
     def floor(self, request_id: str) -> int:
@@ -171,7 +171,7 @@ class RequestLog:
 class CutGroups:
     """Ends the generations of a prompt where they are (StaleFlow's treatment of stragglers).
 
-        trainer ─ cut_groups ─► cut ─► abort the attempts under way ─► the client keeps their tokens, asks for no more
+        trainer ─ cut_groups ─► cut ─► abort the requests under way ─► the client keeps their tokens, asks for no more
 
     What a multi-turn agent asks for after that gets a single token each time, so that it comes to its end soon. Groups
     are prompts, by uid.
@@ -182,8 +182,8 @@ class CutGroups:
         self._under_way: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
 
     @contextmanager
-    def attempt(self, group: str, abort: Callable[[], None]) -> Iterator[None]:
-        """An attempt to generate for ``group`` is under way; ``abort`` ends it with the tokens it has."""
+    def running(self, group: str, abort: Callable[[], None]) -> Iterator[None]:
+        """A request of ``group`` runs; ``abort`` ends it with the tokens it has."""
         self._under_way[group].append(abort)
         try:
             yield
@@ -193,7 +193,7 @@ class CutGroups:
                 del self._under_way[group]
 
     def cut(self, groups: Sequence[str]) -> None:
-        """End the attempts of these groups; one that its replica has not begun yet is missed, so call this again."""
+        """End the requests of these groups; one that its replica has not begun yet is missed, so call this again."""
         for group in groups:
             self._cut.add(group)
             for abort in self._under_way.get(group, ()):
@@ -240,8 +240,8 @@ class ReplicaCall:
 
     Args:
         request_id: what the caller calls the conversation.
-        prompt_tokens: tokens sent, those of earlier attempts included.
-        resumed: an earlier attempt was interrupted.
+        prompt_tokens: tokens sent, those of earlier calls included.
+        resumed: an earlier call was interrupted.
 
     Attributes:
         num_told: tokens that it told of before its end; what there is of a replica that died.

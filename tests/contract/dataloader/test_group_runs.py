@@ -238,7 +238,7 @@ async def test_a_prompt_is_finished_with_exactly_as_many_rollouts_as_the_trainer
         "u_1_0": "success",
         "u_2_0": "success",
     }
-    assert ours._news == 1
+    assert await ours.news(0) == 1
 
 
 @pytest.mark.parametrize("begun", [2, 0])
@@ -252,7 +252,7 @@ async def test_a_surplus_prompt_is_stopped_and_ends_as_one_that_the_trainer_clea
     assert queue.tags["train"] == {"u": {"status": "failure"}}
     assert len(ours.ends) == begun
     assert all(end.cancelled() for end in ours.ends.values())
-    assert ours._news == 1
+    assert await ours.news(0) == 1
 
 
 async def test_a_teacher_is_asked_for_every_row_of_a_session(monkeypatch):
@@ -554,7 +554,7 @@ def test_cutting_reaches_the_attempts_under_way_and_is_forgotten():
     from seamless_verl.verl_adapter.rollout.request_log import CutGroups
 
     cutting, aborted = CutGroups(), []
-    with cutting.attempt("u", lambda: aborted.append("first")), cutting.attempt("v", lambda: aborted.append("other")):
+    with cutting.running("u", lambda: aborted.append("first")), cutting.running("v", lambda: aborted.append("other")):
         cutting.cut(["u"])
     cutting.cut(["u"])
     assert aborted == ["first"]

@@ -122,7 +122,7 @@ async def test_under_the_default_rule_a_move_has_the_price_of_the_engines_own_st
     server.abort_request = SimpleNamespace(remote=lambda name, **_: aborted.append(name))
     made = balancer_class(RouterConfig(policy="least_requests"), 64)(servers={"a": server}, max_cache_size=100)
     for number in range(9):
-        made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+        made.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}")
     made.release_server("a", "r0")
     await asyncio.wait_for(server.asked.wait(), 10)
     await asyncio.sleep(0.01)
@@ -164,9 +164,9 @@ async def test_groups_come_together_and_sessions_leave_with_their_replica():
 
 async def asked_again(made):
     """As if the time had passed after which replicas are asked what they have to do."""
-    made._asked_at.clear()
-    made._learn()
-    await asyncio.gather(*made._asking.values())
+    made._polled_at.clear()
+    made._poll_replicas()
+    await asyncio.gather(*made._polls.values())
 
 
 async def test_a_replica_whose_engine_has_a_queue_gets_nobody_until_that_is_gone():
@@ -197,11 +197,11 @@ async def test_a_replica_that_does_not_answer_keeps_nobody_from_hearing_the_othe
     made.set_cache_tokens({"b": 15})
     assert await seated(*(ask(made, name, 10) for name in ("old", "older", "oldest"))) == ["a", "b", "a"]
     server.load = EngineLoad(running=1, waiting=1, kv_tokens=20)
-    made._asked_at.clear()
-    made._learn()
+    made._polled_at.clear()
+    made._poll_replicas()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert made._said["a"][0] == server.load
+    assert made._engine_loads["a"][0] == server.load
     waits = ask(made, "new", 10)
     await asyncio.sleep(0.01)
     assert not waits.done()
@@ -211,6 +211,26 @@ async def test_a_replica_that_does_not_answer_keeps_nobody_from_hearing_the_othe
     made.remove_servers(["b"])
     await asyncio.wait(calls, timeout=20)
     assert calls[0].cancelled()
+
+
+@pytest.mark.parametrize(("error", "warnings"), [("task", 1), ("death", 0)])
+async def test_a_replica_that_fails_to_tell_is_named_once_and_a_dead_one_is_not(error, warnings, caplog):
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    errors = {"task": RayTaskError("engine_load", "no such queue", AttributeError()), "death": ActorDiedError()}
+
+    async def fails() -> EngineLoad:
+        raise errors[error]
+
+    server = Server()
+    server.engine_load = SimpleNamespace(remote=fails)
+    made = await learned(a=server)
+    await asked_again(made)
+    await asked_again(made)
+    told = [line for line in caplog.messages if "engine_load of replica a failed" in line]
+    assert len(told) == warnings
+    assert all("no such queue" in line for line in told)
+    assert await seated(ask(made, "new", 10)) == ["a"]
 
 
 async def test_what_an_engine_said_ends_with_its_requests_and_with_its_leaving():
@@ -254,11 +274,11 @@ async def test_a_conversation_that_moves_leaves_no_cache_behind(policy):
     server.abort_request = SimpleNamespace(remote=lambda name, **_: None)
     made = balancer_class(RouterConfig(policy=policy), 64)(servers={"a": server}, max_cache_size=100)
     for number in range(4):
-        asked = made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+        asked = made.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}")
         if asyncio.iscoroutine(asked):
             await asked
-    made._learn()
-    await asyncio.gather(*made._asking.values())
+    made._poll_replicas()
+    await asyncio.gather(*made._polls.values())
     made.add_servers({"b": Server()})
     made.even_out()
     assert server.forgotten == [("r2", 100), ("r3", 100)]
@@ -283,7 +303,7 @@ async def test_a_session_that_moves_to_a_newcomer_keeps_no_room_where_it_was():
         return {load.replica: load.kept for load in made._loads()}
 
     for number in range(8):
-        await made.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}")
+        await made.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}")
     made.add_servers({"b": Server()})
     made.set_cache_tokens({"b": 1000})
     assert kept() == {"a": 800, "b": 0}
@@ -302,7 +322,7 @@ async def test_a_session_that_is_moved_is_not_sent_back_to_its_prefix():
     server.abort_request = SimpleNamespace(remote=lambda name, **_: aborted.append(name))
     made = await learned(cache=100_000, a=server)
     for number in range(8):
-        await made.acquire_server(f"r{number}", context_tokens=4000, attempt=f"a{number}", group="g")
+        await made.acquire_server(f"r{number}", context_tokens=4000, engine_name=f"a{number}", group="g")
     made.add_servers({"b": Server()})
     made.set_cache_tokens({"b": 100_000})
     made.even_out()

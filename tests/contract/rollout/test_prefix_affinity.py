@@ -178,7 +178,7 @@ async def test_the_client_says_how_long_a_prompt_is_and_not_what_is_in_it():
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 400, "name": "vllm"}}})
     client = VersionedLLMClient(config, Awaitable(Watched(servers={"a": "A"}, max_cache_size=10)))
     await client._acquire_server("s", prompt_ids=[0] * 7)
-    assert asked == [{"context_tokens": 7, "session": "s"}]
+    assert asked == [{"context_tokens": 7, "session": "s", "group": ""}]
 
 
 class Changes(RuleBasedStateMachine):

@@ -25,6 +25,14 @@ def balancer_of(servers, max_running=64, policy="marginal_gain", full_determinis
     return made(servers=servers, max_cache_size=100, full_determinism=full_determinism)
 
 
+async def forgets(balancer):
+    """Nothing counts any more of what was served: each replica takes a request that fills its cache, none takes two."""
+    names = sorted(balancer.get_all_servers())
+    balancer.set_cache_tokens(dict.fromkeys(names, 1_000_000))
+    filled = [asyncio.ensure_future(balancer.acquire_server(f"fills {n}", context_tokens=1_000_000)) for n in names]
+    return sorted(place for place, _ in await asyncio.wait_for(asyncio.gather(*filled), 5)) == names
+
+
 def test_among_equals_a_long_session_stays_off_what_is_lent_until_that_is_taken_back():
     from seamless_verl.verl_adapter.rollout.load_balancer import MeteredLoadBalancer
 
@@ -71,10 +79,14 @@ async def test_the_router_knows_long_sessions_by_the_names_that_the_scheduler_le
 def test_a_router_of_ours_is_told_of_full_determinism_which_verl_tells_its_own_only():
     from seamless_verl.verl_adapter.rollout.holding_balancer import balancer_class
 
-    made = balancer_class(RouterConfig(), 64, full_determinism=True)(servers={"a": "A", "b": "B"}, max_cache_size=10)
-    names = [f"det-{n}" for n in range(12)]
-    # By the hash of its name, not by load.
-    assert [made.acquire_server(name)[0] for name in names] == [["a", "b"][hash(name) % 2] for name in names]
+    made = balancer_class(RouterConfig(), 64, full_determinism=True)
+    idle, loaded = (made(servers={"a": "A", "b": "B"}, max_cache_size=100) for _ in range(2))
+    for n in range(12):
+        place, _ = loaded.acquire_server(f"other-{n}")
+        if place == "a":
+            loaded.release_server(place, f"other-{n}")
+    places = {name: idle.acquire_server(name)[0] for name in (f"det-{n}" for n in range(24))}
+    assert {name: loaded.acquire_server(name)[0] for name in reversed(places)} == places, "by name, not by load"
 
 
 async def test_requests_spread_and_a_conversation_stays_where_it_is():
@@ -136,9 +148,7 @@ async def test_everybody_is_answered_in_the_end():
     await asyncio.wait_for(asyncio.gather(*(request(number) for number in range(300))), 30)
     assert ended == 300
     assert balancer.get_total_inflight() == 0
-    assert set(balancer._kv.values()) == {0}
-    assert not balancer._held
-    assert not balancer._running
+    assert await forgets(balancer)
 
 
 async def test_a_conversation_with_several_requests_at_once_is_served_in_full():
@@ -155,9 +165,7 @@ async def test_a_conversation_with_several_requests_at_once_is_served_in_full():
         balancer.release_server(place, "family")
     balancer.release_server(taken["second"], "second")
     assert balancer.get_total_inflight() == 0
-    assert set(balancer._kv.values()) == {0}
-    assert not balancer._held
-    assert not balancer._running
+    assert await forgets(balancer)
 
 
 async def test_a_client_that_gives_up_is_forgotten():
@@ -172,7 +180,8 @@ async def test_a_client_that_gives_up_is_forgotten():
     with pytest.raises(asyncio.CancelledError):
         await call
     assert (await asyncio.wait_for(other, 5))[0] == "a"
-    assert not balancer._held
+    balancer.release_server("a", "other")
+    assert await forgets(balancer)
 
 
 @pytest.fixture(scope="module")
@@ -351,8 +360,7 @@ async def test_a_replica_that_starves_takes_over_half_of_what_runs_elsewhere_wit
     assert all(output.extra_fields["version_spans"] == [(3, 300)] for output in outputs)
     assert all(prompt == list(range(prompt[0], prompt[-1] + 1)) and len(prompt) > 10 for prompt in starving.prompts)
     assert balancer.get_total_inflight() == 0
-    assert not balancer._running
-    assert not balancer._leaving
+    assert await forgets(balancer)
 
 
 async def test_a_round_of_moves_is_over_when_those_that_left_have_asked_again_or_do_not(monkeypatch):
@@ -364,18 +372,18 @@ async def test_a_round_of_moves_is_over_when_those_that_left_have_asked_again_or
     full = Replica()
     balancer = balancer_of({"full": Remote(full)}, migrate=True)
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}")
+        await balancer.acquire_server(f"r{number}", context_tokens=1, engine_name=f"a{number}")
     balancer.add_servers({"starving": Remote(Replica())})
     assert full.aborted == {"a4", "a5", "a6", "a7"}
     for number in range(4, 8):
         balancer.release_server("full", f"r{number}")
     assert len(full.aborted) == 4, "the four are on their way"
-    assert [(await balancer.acquire_server(f"r{n}", attempt=f"b{n}"))[0] for n in (4, 5)] == ["starving"] * 2
+    assert [(await balancer.acquire_server(f"r{n}", engine_name=f"b{n}"))[0] for n in (4, 5)] == ["starving"] * 2
     for number in (4, 5):
         balancer.release_server("starving", f"r{number}")
     assert len(full.aborted) == 4, "two are"
     now = 2.0
-    await balancer.acquire_server("r4", attempt="c4")
+    await balancer.acquire_server("r4", engine_name="c4")
     balancer.release_server("starving", "r4")
     assert len(full.aborted) > 4, "they had ended, and the replica starves again"
 
@@ -384,7 +392,7 @@ async def test_without_migration_requests_stay_where_they_are():
     full = Replica()
     balancer = balancer_of({"full": Remote(full)})
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}")
+        await balancer.acquire_server(f"r{number}", context_tokens=1, engine_name=f"a{number}")
     balancer.add_servers({"starving": Remote(Replica())})
     assert not full.aborted
 
@@ -402,7 +410,7 @@ def eight_on_one(named=True, **settings):
     full = Replica()
     balancer = balancer_of({"full": Remote(full)}, policy="least_requests", **settings)
     for number in range(8):
-        balancer.acquire_server(f"r{number}", context_tokens=100, attempt=f"a{number}" if named else "")
+        balancer.acquire_server(f"r{number}", context_tokens=100, engine_name=f"a{number}" if named else "")
     balancer.add_servers({"awake": Remote(Replica())})
     return full, balancer
 
@@ -414,7 +422,7 @@ def test_a_replica_that_is_awake_gets_half_of_what_queues_elsewhere_old_and_youn
     assert full.aborted == {"a2", "a3", "a5", "a6"}, "of a2 to a7, which queue"
     for number in (2, 3, 5, 6):
         balancer.release_server("full", f"r{number}")
-        assert balancer.acquire_server(f"r{number}", context_tokens=100, attempt=f"b{number}")[0] == "awake"
+        assert balancer.acquire_server(f"r{number}", context_tokens=100, engine_name=f"b{number}")[0] == "awake"
     balancer.even_out()
     assert len(full.aborted) == 4, "nobody idles"
 
@@ -450,7 +458,7 @@ async def test_what_moves_to_a_replica_that_joined_goes_on_with_its_tokens(polic
     assert [output.token_ids for output in outputs] == [[1000 * n + t for t in range(1, 301)] for n in range(8)]
     assert all(output.extra_fields["version_spans"] == [(3, 300)] for output in outputs)
     assert balancer.get_total_inflight() == 0
-    assert not balancer._running
+    assert policy == "least_requests" or await forgets(balancer)
 
 
 # ---------------------------------------------------------------- rollout workers that die
@@ -478,10 +486,10 @@ async def test_requests_of_a_dead_worker_end_and_give_their_places_back():
     balancer = balancer_of(servers, policy="least_requests")
     places = {}
     for number, worker in enumerate(["w0", "w1"] * 3):
-        places[number], _ = balancer.acquire_server(f"c{number}", 10, f"attempt {number}", worker)
-    balancer.acquire_server("validation", 10)
+        places[number], _ = balancer.acquire_server(f"c{number}", 10, f"request {number}", worker)
+    validation, _ = balancer.acquire_server("validation", 10)
     balancer.worker_died("w0")
-    assert sorted(servers["a"].ended + servers["b"].ended) == ["attempt 0", "attempt 2", "attempt 4"]
+    assert sorted(servers["a"].ended + servers["b"].ended) == ["request 0", "request 2", "request 4"]
     assert balancer.get_total_inflight() == 4
     with pytest.raises(RuntimeError, match="rollout worker w0 is dead"):
         balancer.acquire_server("sent before it died", 10, "late", "w0")
@@ -489,10 +497,11 @@ async def test_requests_of_a_dead_worker_end_and_give_their_places_back():
     assert balancer.get_total_inflight() == 4, "it ended before its worker died, and was heard of later"
     for number in (1, 3, 5):
         balancer.release_server(places[number], f"c{number}")
-    balancer.release_server(*next((server, name) for server, name in balancer._running))
+    balancer.release_server(validation, "validation")
     assert balancer.get_total_inflight() == 0
-    assert set(balancer._kv.values()) == {0}
-    assert not balancer._running
+    ended = len(servers["a"].ended + servers["b"].ended)
+    balancer.worker_died("w1")
+    assert len(servers["a"].ended + servers["b"].ended) == ended, "its requests have all ended"
 
 
 async def test_what_a_dead_worker_had_to_wait_for_goes_to_others():
@@ -508,7 +517,8 @@ async def test_what_a_dead_worker_had_to_wait_for_goes_to_others():
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert balancer.get_total_inflight() == 1
-    assert not balancer._held
+    balancer.release_server("a", "other")
+    assert await forgets(balancer)
 
 
 async def test_what_happens_while_a_long_look_at_the_held_lasts_is_looked_at_together(monkeypatch):

@@ -62,6 +62,8 @@ async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_
     client = client_of(Awaitable(balancer))
     request_log.reserve({"g": 4})
     calls = [asyncio.ensure_future(_in_session(client, "g", index)) for index in range(6)]
+    while sum(call.done() for call in calls) < 3:
+        await turn()
     for _ in range(100):
         await turn()
     assert [call.result() for call in calls if call.done()] == ["new"] * 3
@@ -83,24 +85,26 @@ async def test_whoever_is_first_to_have_a_version_gets_its_share_and_the_others_
 async def test_whoever_was_refused_and_gave_up_raises_nobodys_share(policy):
     """Of 20 prompts that nobody could serve, half were cancelled and half were a rollout worker's that died."""
 
-    from seamless_verl.verl_adapter.rollout.load_balancer import Attempt
+    from seamless_verl.verl_adapter.rollout.load_balancer import Request
 
     async def taken(gave_up):
         balancer = two(policy)
         for name in "abcd":
             await acquire(balancer, name, floor=3)
         for number in range(gave_up):
+            request = Request(f"given up {number}", 10, worker="dead" if number % 2 else "", floor=5)
             with pytest.raises(RuntimeError, match="version 5 yet"):
-                balancer._choose(f"given up {number}", 10, 5, "", "dead" if number % 2 else "")
+                balancer._choose(request)
         balancer.conversations_over([f"given up {number}" for number in range(0, gave_up, 2)])
         balancer.worker_died("dead")
         balancer.set_version(["new"], 5)
         for number in range(30):
+            request = Request(f"prompt {number}", 10, floor=5)
             try:
-                balancer._choose(f"prompt {number}", 10, 5, "", "")
+                balancer._choose(request)
             except RuntimeError:
                 return number
-            balancer._seat(f"prompt {number}", Attempt("", 10, ""))
+            balancer._seat(request)
         return 30
 
     assert await taken(20) == await taken(0) < 30
@@ -184,7 +188,7 @@ async def test_nobody_moves_to_a_replica_that_joined_with_older_weights(policy):
     balancer = balancer_of({"full": Remote(Replica())}, policy=policy)
     balancer.set_version(["full"], 4)
     for number in range(8):
-        await acquire(balancer, f"r{number}", attempt=f"a{number}")
+        await acquire(balancer, f"r{number}", engine_name=f"a{number}")
     balancer.add_servers({"joined": Remote(Replica())})
     balancer.set_version(["joined"], 3)
     balancer.even_out()
@@ -198,7 +202,7 @@ async def test_nor_does_migration_move_them_there():
     balancer = balancer_of({"full": Remote(Replica())}, migrate=True)
     balancer.set_version(["full"], 4)
     for number in range(8):
-        await balancer.acquire_server(f"r{number}", context_tokens=1, attempt=f"a{number}", floor=4)
+        await balancer.acquire_server(f"r{number}", context_tokens=1, engine_name=f"a{number}", floor=4)
     full = balancer._servers["full"].target
     balancer.set_version(["lags"], 3)
     balancer.add_servers({"lags": Remote(Replica())})
