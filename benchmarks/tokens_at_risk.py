@@ -41,7 +41,7 @@ async def answered(replicas: Replicas, every: int) -> None:
             uuid.uuid4().hex,
             prompt_ids=prompt,
             sampling_params=params,
-            on_kept=lambda part: None,
+            on_progress=lambda part: None,
         )
         assert len(output.token_ids) == len(output.log_probs) == _TOKENS
 

@@ -184,7 +184,7 @@ class World:
                 request=str(number),
                 version=self.floor(number),
                 tokens=_TOKENS,
-                begun=(number,),
+                arrival=(number,),
                 near=self._residents.near(number, self.sessions[number].group),
             )
             for number in self._waiting()

@@ -115,12 +115,12 @@ def fit_decode_cost(
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """One step as it was measured: seconds, requests that got a token, those for which it was the first one, prompt
+    """One step as it was measured: seconds, requests that got a token, how many of these got their first one, prompt
     tokens that were computed for these, tokens that all of them had in the cache."""
 
     seconds: float
     running: int
-    begun: int
+    first_tokens: int
     prefilled: int
     cached: int = 0
 
@@ -140,7 +140,7 @@ def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
     """
     plain: dict[int, list[EngineStep]] = {}
     for step in steps:
-        if not step.begun:
+        if not step.first_tokens:
             plain.setdefault(step.running, []).append(step)
     parts = [part for alike in plain.values() for part in _halves(alike)]
     counts = [len(part) for part in parts]
@@ -160,7 +160,7 @@ def measured_pace(steps: Sequence[EngineStep]) -> EnginePace | None:
     return EnginePace(
         decode=decode,
         prefill_s_per_token=max(0.0, float(each[middle])),
-        turn_tokens=sum(step.running for step in steps) / sum(step.begun for step in steps),
+        turn_tokens=sum(step.running for step in steps) / sum(step.first_tokens for step in steps),
     )
 
 

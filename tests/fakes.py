@@ -84,8 +84,8 @@ class ScriptedEngine:
     Attributes:
         permits: where there is one, each token that is streamed needs a permit first.
         after_tokens: fail once this many tokens were streamed.
-        keeps: tokens of an answer that are told to be kept, before the rest takes its time. Who begins with them gets
-            the rest under another weight version.
+        keeps: how many tokens of an answer it reports as progress, before the rest takes its time. A request that
+            resumes from them gets the rest under another weight version.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class ScriptedEngine:
         self.keeps = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        self.requests.append(replace(request, on_kept=None))  # which holds the session
-        if self.keeps and request.on_kept is not None and request.begun is None:
-            request.on_kept(scripted_generation(self._ids(request)[: self.keeps], finish=FinishReason.ABORTED))
+        self.requests.append(replace(request, on_progress=None))  # which holds the session
+        if self.keeps and request.on_progress is not None and request.resume_from is None:
+            request.on_progress(scripted_generation(self._ids(request)[: self.keeps], finish=FinishReason.ABORTED))
         self.started.set()
         try:
             await asyncio.sleep(self.delay_s)
@@ -123,8 +123,8 @@ class ScriptedEngine:
         if self.failure is not None and not self.streams:
             raise self.failure
         ids = self._ids(request)
-        if request.begun is not None:
-            return self._continued(request.begun, ids)
+        if request.resume_from is not None:
+            return self._continued(request.resume_from, ids)
         max_tokens = request.sampling["max_tokens"]
         finish = FinishReason.STOP if len(ids) <= max_tokens else FinishReason.LENGTH
         generation = scripted_generation(
@@ -141,11 +141,11 @@ class ScriptedEngine:
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         return ids[: self._end_of_stop(ids, request.sampling.get("stop") or ())]
 
-    def _continued(self, begun: Generation, ids: list[int]) -> Generation:
+    def _continued(self, earlier: Generation, ids: list[int]) -> Generation:
         whole = PartialGeneration({}, None)
-        if whole.begin(begun):
+        if whole.resume(earlier):
             return whole.generation()
-        whole.add(scripted_generation(ids[len(begun.token_ids) :], first_version=9))
+        whole.add(scripted_generation(ids[len(earlier.token_ids) :], first_version=9))
         return whole.generation()
 
     def _end_of_stop(self, ids: list[int], stops: Sequence[str]) -> int:

@@ -36,11 +36,11 @@ _MAX_LINE_BYTES = 64 << 20
 _STDERR_LINES = 20
 _START_ATTEMPTS = 3
 _WHERE_S = 1.0  # for a worker to say where a job stands
-_FORGET_S = 10.0  # for a job to end that nobody waits for any more
+_FORGET_S = 10.0  # for a job to end after its caller has given up
 _LAST_WORDS_S = 1.0  # for what a worker wrote before it ended to be read
 OWNER = "SEAMLESS_AGENT_OWNER"  # process id of the pool's owner, told to the worker
 
-# What a worker's script gives to `serve`: the job's payload and an event that is set when nobody waits any more.
+# What a worker's script gives to `serve`: the job's payload and an event that is set when its caller has given up.
 Handler = Callable[[dict[str, Any], threading.Event], Any]
 
 
@@ -208,7 +208,7 @@ class AgentPool:
                     worker = await self._start(slot)
                 # Shielded: all jobs of the slot share the future, and one that is given up must not cancel it.
                 ready = await asyncio.shield(worker.ready)
-                if ready and self._workers[slot] is worker:  # else it ended since, and nobody would fail a new job
+                if ready and self._workers[slot] is worker:  # else it ended since, and a new job would never fail
                     return worker
                 await asyncio.wait([worker.readers[0]])  # then its story is whole
                 story, worker = worker.story(), None
@@ -234,7 +234,7 @@ class AgentPool:
     async def _read(self, slot: int, worker: _Worker) -> None:
         """Hand results to their jobs until the worker ends, then fail what is left of them.
 
-        A worker whose answers cannot be read is ended: nobody would hear of its other jobs.
+        A worker whose answers cannot be read is ended: the results of its other jobs would be lost.
         """
         assert worker.process.stdout is not None
         try:
@@ -303,7 +303,7 @@ async def _keep_stderr(worker: _Worker) -> None:
 async def _let_go_of_pipes(process: asyncio.subprocess.Process) -> None:
     """Close our ends once the process has ended: a child outside of its group may hold the others as long as it likes.
 
-    Not before: a transport that is closed earlier may take the exit status from whoever waits for it.
+    Not before: a transport that is closed earlier may take the exit status from the code that waits for it.
     """
     while process.returncode is None:  # noqa: ASYNC110 - with Python 3.11 `wait` waits for the pipes as well
         await asyncio.sleep(_LAST_WORDS_S)

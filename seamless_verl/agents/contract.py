@@ -141,7 +141,7 @@ def max_jobs(runner: AgentRunner, limit: int | None) -> int:
     """Jobs that ``runner`` may have under way in this process: ``limit`` (None: any number), or its own
     ``max_concurrent`` if smaller.
 
-    Whoever calls `AgentRunner.run` lets the others wait, and their deadlines with them.
+    The caller of `AgentRunner.run` holds further jobs back, so that their deadlines do not run meanwhile.
     """
     most = sys.maxsize if limit is None else limit
     return min(most, getattr(runner, "max_concurrent", most))

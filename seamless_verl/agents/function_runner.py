@@ -48,10 +48,10 @@ class FunctionRunner:
     """
 
     def __init__(self, *, agent: str, reward: str, processes: int = 1, threads: int = 32) -> None:
-        self.max_concurrent = processes * threads  # who admits jobs is told; in the pool their deadline would run
+        self.max_concurrent = processes * threads  # more jobs are not admitted: in the pool their deadline would run
         command = (sys.executable, "-m", __name__, agent, reward)
-        # The functions are found where this process would find them; what its interpreter brings, another one that an
-        # agent starts (the tests of a project) must not.
+        # Workers find the functions where this process does. Folders of its interpreter are left out: another one that
+        # an agent starts (for the tests of a project) must not look there.
         path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path if not _OWN.match(entry))}
         self._pool = AgentPool(command, processes=processes, threads=threads, environment=path)
 

@@ -37,7 +37,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_PROMPT_NAME = "\x00prompt"  # keeps prompts apart from messages; who gives this name to a message fools itself only
+_PROMPT_NAME = "\x00prompt"  # keeps prompts apart from messages; a client that uses this name confuses only itself
 _ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _ANTHROPIC_TYPES = {
     408: "timeout_error",
@@ -51,7 +51,7 @@ _MANY_DIGITS = b"0" * 300  # integers shorter than that are finite as floats
 
 
 class OnUnsupported(Enum):
-    """What becomes of a request with preferences that nobody here can honour."""
+    """What happens to a request with preferences that this proxy cannot honour."""
 
     ACCEPT = "accept"
     REFUSE = "refuse"
@@ -87,8 +87,8 @@ class Call:
         json_schema: what the answer's text must follow; None for free text.
         schema_field: where the dialect's body has that schema.
         thinking: whether the client asks the model to reason; None when it says nothing.
-        thinking_budget: how many tokens it would have it reason for.
-        preferences: names of fields that wish for what nobody here can honour, and that change no answer's form.
+        thinking_budget: how many tokens the model may reason for.
+        preferences: fields that this proxy cannot honour, and that do not change the form of an answer.
         n: answers wanted.
         logprobs: alternatives wanted per token, 0 for the chosen token only; None for no log-probs.
     """
@@ -191,7 +191,7 @@ class Answer:
         cached_tokens: tokens of the prompt that the session already held.
         tokens: without the stop token; only where asked for.
         digest: names the request, and which of its answers this is.
-        match: how the request fitted the tree (``clean``, ``realign`` or ``fork``), "" as long as nobody knows.
+        match: how the request fitted the tree (``clean``, ``realign`` or ``fork``), "" until it is committed.
         overrides: ``name=value`` of what the trainer decided against the agent's wish.
 
     One that is still generated has its head only: ``id``, ``created``, the tokens of the prompt, and ``overrides``.

@@ -70,14 +70,14 @@ class GenerationRequest:
             where asked for; ``structured_outputs`` (vLLM's: ``{"json": …}`` or ``{"structural_tag": …}``) and
             ``logprobs`` (number of alternatives per token) only where the engine has the :class:`Ability`;
             ``extra_args`` as :class:`~seamless_verl.trajectory.generation.PartialGeneration` writes them.
-        deadline: Unix time after which nobody waits for the answer.
+        deadline: Unix time after which no client waits for the answer.
         images: pictures in the prompt, in its order, as the files that were sent; none to an engine that takes none.
         on_tokens: takes tokens as they come, so that clients see them at once. An engine that cannot stream never
             calls it. What the call returns in the end repeats all of them.
-        begun: what an earlier holder of this answer had of it; the engine goes on from there, and returns the whole.
-            It is the whole where its finish reason is not ``ABORTED`` and the budget has room for it.
-        on_kept: takes those beyond ``begun`` that survive whoever holds the answer, once they do: where the engine was
-            interrupted, under the trainer also after every so many tokens. The rest comes with the whole.
+        resume_from: tokens of this answer that were generated earlier. The engine continues after them and returns all.
+            With a finish reason other than ``ABORTED`` they are the whole answer, if the budget has room for it.
+        on_progress: called with new tokens as soon as they would survive the loss of the replica: when the engine is
+            interrupted, and under the trainer after every so many tokens. The last ones come with the result only.
     """
 
     request_id: str
@@ -87,8 +87,8 @@ class GenerationRequest:
     deadline: float
     images: Sequence[bytes] = ()
     on_tokens: Callable[[TokenChunk], None] | None = None
-    begun: Generation | None = None
-    on_kept: Callable[[Generation], None] | None = None
+    resume_from: Generation | None = None
+    on_progress: Callable[[Generation], None] | None = None
 
 
 class EngineRefused(Exception):
@@ -113,10 +113,10 @@ class Engine(Protocol):
 
 
 class Ledger:
-    """What crossed the engine's boundary in one session.
+    """What crossed the engine's boundary in one session; the audit compares rows with it.
 
-    Of what was discarded it keeps the names only, and only the latest: a row that held one would be found out by its
-    name, or by being unknown.
+    Of discarded answers it keeps the ids only, and only the latest: the audit reports a row with one of these, and a
+    row with an id that the ledger does not know.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Gate:
         """Let nothing through any more; whether all that was inside ended within ``timeout_s``.
 
         Raises:
-            OSError: nobody would know after a crash, so it stays open.
+            OSError: a process started after a crash would not know that it is closed, so it stays open.
         """
         if self._paused is not None:
             self._paused.touch()
@@ -238,7 +238,7 @@ class GatedEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :class:`~seamless_verl.proxy.engine.Engine`."""
         partial = PartialGeneration(request.sampling, self._decode, moves_grammars=self._moves_grammars)
-        # An interrupted attempt that is given up must not have been shown.
+        # Tokens of an attempt that starts anew when interrupted must not be streamed.
         is_given_up = "structured_outputs" in request.sampling and not self._moves_grammars
         on_tokens = None if is_given_up else request.on_tokens
         num_shown = 0
@@ -249,11 +249,11 @@ class GatedEngine:
             assert on_tokens is not None
             on_tokens(chunk)
 
-        if request.begun is not None:
-            if partial.begin(request.begun):
+        if request.resume_from is not None:
+            if partial.resume(request.resume_from):
                 return partial.generation()
             if on_tokens is not None:
-                show(TokenChunk(token_ids=request.begun.token_ids, log_probs=request.begun.log_probs))
+                show(TokenChunk(token_ids=request.resume_from.token_ids, log_probs=request.resume_from.log_probs))
         num_attempts = 0
         while True:
             num_kept = len(partial.token_ids)
@@ -263,8 +263,8 @@ class GatedEngine:
                 prompt_ids=TokenPath.of(request.prompt_ids).then(array("i", partial.token_ids)),
                 sampling=partial.sampling(),
                 on_tokens=None if on_tokens is None else show,
-                begun=None,
-                on_kept=None,
+                resume_from=None,
+                on_progress=None,
             )
             num_attempts += 1
             try:
@@ -273,10 +273,10 @@ class GatedEngine:
             except EngineUnavailable:
                 if self._gate.is_open or num_shown > num_kept:
                     raise
-                continue  # it went down while its weights change; the gate tells when it is back
+                continue  # the engine went down while its weights change; it is back when the gate opens
             if partial.add(generation):
                 return partial.generation()
-            if request.on_kept is not None and (news := partial.news()) is not None:
-                request.on_kept(news)
+            if request.on_progress is not None and (progress := partial.progress()) is not None:
+                request.on_progress(progress)
             if self._gate.is_open and len(partial.token_ids) == num_kept:
-                return partial.generation()  # aborted for a reason of the engine's own, and nothing is won by asking
+                return partial.generation()  # the engine aborts by itself without a token: asking again is no use

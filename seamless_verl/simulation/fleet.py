@@ -139,7 +139,7 @@ class Fleet:
                 name, tokens = str(self._holds), round(request.context + request.done)
                 version = self._lowest(request)
                 near = self._residents.near(request.owner, None) if self._residents else ""
-                pending = PendingRequest(request=name, version=version, begun=request.age, tokens=tokens, near=near)
+                pending = PendingRequest(request=name, version=version, arrival=request.age, tokens=tokens, near=near)
                 self._held[name] = (request, pending)
             self.pump()
 
@@ -172,7 +172,7 @@ class Fleet:
         offered = list(self._held)
         if self._residents:  # there nobody overtakes: the others would wait, too
             offered = heapq.nsmallest(
-                _OFFERED, offered, key=lambda name: (self._held[name][1].version, self._held[name][1].begun)
+                _OFFERED, offered, key=lambda name: (self._held[name][1].version, self._held[name][1].arrival)
             )
         held = {name: self._held.pop(name) for name in offered}
         pending = [replace(waiting, long=self._is_long(request)) for request, waiting in held.values()]

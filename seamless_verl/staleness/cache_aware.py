@@ -45,7 +45,7 @@ class CacheAware:
         loads = {load.replica: load for load in replicas}
         decisions: list[Route | Hold] = []
         full = ""
-        asked = sorted(requests, key=lambda request: (request.version, request.begun))
+        asked = sorted(requests, key=lambda request: (request.version, request.arrival))
         for place, request in enumerate(asked, 1):
             if full:  # none overtakes: it would take the room that the older one waits for
                 decisions.append(Hold(request=request.request, reason=full))

@@ -108,7 +108,7 @@ class PendingRequest:
         version: lowest weight version it may run on: V_traj once it has started (partial rollout), else the lowest for
             which its group was granted a slot.
         tokens: context it brings, prompt and what was generated so far.
-        begun: when its session did, in any order that tells older from younger.
+        arrival: when its session began, in any order that tells older from younger.
         long: it is expected to last longer than what is lent.
         near: the replica that computed its prefix last; empty: nobody knows.
     """
@@ -116,7 +116,7 @@ class PendingRequest:
     request: str
     version: int
     tokens: int
-    begun: tuple[int, ...] = ()
+    arrival: tuple[int, ...] = ()
     long: bool = False
     near: str = ""
 
@@ -229,7 +229,7 @@ class MarginalGain:
         loads = {load.replica: load for load in replicas}
         decisions: list[Route | Hold] = []
         refused: dict[tuple[int, int], str] = {}  # what is held back stays so for its like until a load changes
-        for request in sorted(requests, key=lambda request: (request.version, request.begun)):  # most stale first
+        for request in sorted(requests, key=lambda request: (request.version, request.arrival)):  # most stale first
             alike = (request.version, request.tokens)
             if alike in refused:
                 decisions.append(Hold(request=request.request, reason=refused[alike]))

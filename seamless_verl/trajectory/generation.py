@@ -19,7 +19,7 @@ from seamless_verl.errors import SeamlessError
 Decode = Callable[[Sequence[int]], str]
 # In ``extra_args``: over how many tokens of the prompt's end the engine is to move the grammar first.
 GRAMMAR_PREFIX = "seamless_grammar_prefix"
-_MOST_UNFINISHED = 64  # answers of one session; those that were given up long ago leave
+_MOST_UNFINISHED = 64  # answers of one session; the oldest unclaimed one is dropped
 
 
 class TrajectoryError(SeamlessError):
@@ -48,9 +48,9 @@ class Generation:
         token_ids: generated ids, including the stop token where one was generated.
         log_probs: behaviour log-probability of each, in nats.
         version_spans: weight versions in order; the lengths add up to ``len(token_ids)``.
-        finish_reason: ``ABORTED`` means that nobody will continue it.
-        alternatives: per token the most likely ``(id, log-prob)`` pairs, best first, for the client's eyes only: they
-            are not recorded. Empty where not asked for.
+        finish_reason: ``ABORTED``: the engine stopped before the end of the answer.
+        alternatives: per token the most likely ``(id, log-prob)`` pairs, best first. Shown to the client, not recorded;
+            empty where not asked for.
     """
 
     token_ids: Sequence[int]
@@ -87,9 +87,11 @@ class Generation:
 class PartialGeneration:
     """One answer generated in several attempts, because weights changed or a replica was needed elsewhere.
 
-        sampling() ──▶ attempt ──add──▶ interrupted: its tokens are kept, sampling() asks for the rest
-                            │        └▶ complete:    generation()
-                            └──part─▶ told ──break_off──▶ the attempt will never end: what it told is kept
+        resume() ─▶ sampling() ─▶ attempt ─add─▶ interrupted: its tokens are kept, sampling() asks for the rest
+                                     │        └▶ complete: generation()
+                                     └─part─▶ tokens told so far ─break_off─▶ the replica died: these are kept
+
+    `progress` returns the tokens that are safe so far. Here an attempt is one call of the engine.
 
     The answer is one that a single attempt could have given: the token budget is counted over all attempts; the first
     stop string ends the answer even where it lies across two attempts, which neither alone can see; noise drawn from a
@@ -118,7 +120,7 @@ class PartialGeneration:
         self._versions: list[VersionSpan] = []
         self._finish = FinishReason.ABORTED
         self._parts: list[Generation] = []  # of the attempt under way
-        self._num_handed_out = 0
+        self._num_reported = 0
         self.token_ids: list[int] = []
 
     def sampling(self) -> dict[str, Any]:
@@ -135,15 +137,15 @@ class PartialGeneration:
             asked["seed"] = int.from_bytes(mixed, "little") & 0x7FFFFFFF
         return asked
 
-    def begin(self, kept: Generation) -> bool:
-        """Take over what an earlier holder of this answer had, as far as there is room; whether that is all."""
+    def resume(self, kept: Generation) -> bool:
+        """Start with tokens that were generated earlier, as far as the budget goes; whether the answer is complete."""
         is_whole = kept.finish_reason is not FinishReason.ABORTED and len(kept.token_ids) <= self._most
         self.add(kept if is_whole else replace(kept, finish_reason=FinishReason.ABORTED))
-        end = None if is_whole else self._end_of_stop(0)  # across a seam that its holder did not live to look at
+        end = None if is_whole else self._end_of_stop(0)  # the process that died may not have looked
         if end is not None:
             self._finish = FinishReason.STOP
         self._cut(min(len(self.token_ids) if end is None else end, self._most))
-        self._num_handed_out = len(self.token_ids)
+        self._num_reported = len(self.token_ids)
         return self._finish is not FinishReason.ABORTED
 
     @property
@@ -151,18 +153,18 @@ class PartialGeneration:
         return int(self._sampling.get("max_tokens", sys.maxsize))
 
     def part(self, tokens: Generation) -> None:
-        """The attempt under way has made these and goes on from them; in the end it repeats them."""
+        """Note tokens that the attempt under way has made; it continues, and `add` brings them again."""
         self._parts.append(tokens)
 
     def break_off(self) -> bool:
-        """The attempt under way will never end, since its replica died: keep what it told; whether that is all."""
+        """The replica of the attempt under way died: keep its noted tokens; whether the answer is complete."""
         for tokens in tuple(self._parts):
             if self.add(replace(tokens, finish_reason=FinishReason.ABORTED)):
                 break
         return self._finish is not FinishReason.ABORTED
 
-    def news(self) -> Generation | None:
-        """What is kept, or would be, and was not returned by an earlier call; None: nothing."""
+    def progress(self) -> Generation | None:
+        """Tokens that are kept, or would be after `break_off`, and that no earlier call returned; None without any."""
         whole, parts = self.generation(), tuple(self._parts)
         if self._is_forced and not self._moves_grammars:
             parts = ()
@@ -173,12 +175,12 @@ class PartialGeneration:
             version_spans=tuple(_joined(whole.version_spans, [span for part in parts for span in part.version_spans])),
             alternatives=(),
         )
-        news = whole.after(self._num_handed_out)
-        self._num_handed_out = max(self._num_handed_out, len(whole.token_ids))
-        return news if news.token_ids else None
+        progress = whole.after(self._num_reported)
+        self._num_reported = max(self._num_reported, len(whole.token_ids))
+        return progress if progress.token_ids else None
 
     def add(self, attempt: Generation) -> bool:
-        """Take an attempt over; whether the answer is complete."""
+        """Append what an attempt returned; whether the answer is complete."""
         self._parts.clear()
         num_kept = len(self.token_ids)
         self._finish = attempt.finish_reason
@@ -205,7 +207,7 @@ class PartialGeneration:
         return self._finish is not FinishReason.ABORTED
 
     def generation(self) -> Generation:
-        """All that was kept; ``ABORTED`` while it is not complete."""
+        """The answer so far; ``ABORTED`` while it is not complete."""
         return Generation(
             token_ids=self.token_ids,
             log_probs=self._log_probs,
@@ -217,7 +219,7 @@ class PartialGeneration:
     def _end_of_stop(self, num_kept: int) -> int | None:
         """Length of the answer up to the token that completes the first stop string; None where there is none.
 
-        Only a string across the seam is news: one within an attempt has ended that attempt.
+        Only a string across the seam is looked for: one within an attempt has ended that attempt.
         """
         stops, decode = self._sampling.get("stop") or (), self._decode
         if not stops or decode is None:
@@ -236,7 +238,7 @@ class PartialGeneration:
         return high
 
     def _cut(self, length: int) -> None:
-        """Forget what was generated beyond ``length`` tokens; without the seam it would never have been."""
+        """Drop all beyond ``length`` tokens: without the seam it would not have been generated."""
         del self.token_ids[length:], self._log_probs[length:], self._alternatives[length:]
         left, kept = length, []
         for span in self._versions:
@@ -259,13 +261,13 @@ def _joined(spans: Sequence[VersionSpan], more: Sequence[VersionSpan]) -> list[V
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedPart:
-    """Tokens that an answer got; all of them, where they end with a finish reason.
+    """Progress of one answer: some of its tokens, in a row. With a finish reason other than ``ABORTED``, the last ones.
 
     Attributes:
-        answer: the generation's id, which whoever goes on with it keeps.
+        answer: the generation's id; an attempt that claims the answer keeps it.
         digest: names the answer by its request (`answer_digest`).
         prompt: digest of the prompt's tokens.
-        start: how many tokens it had before.
+        start: how many tokens of the answer come before these.
     """
 
     answer: str
@@ -276,15 +278,15 @@ class UnfinishedPart:
 
 
 class UnfinishedAnswers:
-    """Answers of one session that nobody got: what the journal knows of them, for whoever asks the same again.
+    """Progress of the answers of one session that are not recorded yet, for the next attempt at the same request.
 
     ::
 
-        engine ─news─▶ kept here and in the journal ─▶ recorded as a whole: forgotten
+        progressed ─▶ kept here and in the journal ─▶ the answer is recorded: release forgets its progress
                          └ its attempt failed, or the process died ─▶ claimed by the next attempt at the request
         answers of a dead rollout worker's agents (`left_sessions`) ──┘
 
-    Invariant: what is claimed has the prompt that it was generated for, token for token; nobody else has it meanwhile.
+    Invariants: what is claimed has the prompt that it was generated for, token for token; nothing is claimed twice.
     """
 
     def __init__(self) -> None:
@@ -297,11 +299,11 @@ class UnfinishedAnswers:
         return sum(len(partial.token_ids) for _, partial in self._known.values())
 
     def add(self, part: UnfinishedPart) -> None:
-        """An answer got more tokens; a part that does not follow what is known is of no use, like all behind it."""
+        """Add a part; one that does not follow the known tokens is ignored, and so are all after it."""
         first, partial = self._known.get(part.answer) or (part, PartialGeneration({}, None))
         if part.start != len(partial.token_ids):
             return
-        partial.begin(part.tokens)
+        partial.resume(part.tokens)
         self._known[part.answer] = first, partial
         if part.tokens.finish_reason is not FinishReason.ABORTED:
             self._whole.add(part.answer)
@@ -309,8 +311,8 @@ class UnfinishedAnswers:
             needed = self._claimed | self._whole
             self._known.pop(next((answer for answer in self._known if answer not in needed), ""), None)
 
-    def more(self, answer: str, digest: bytes, prompt: bytes, tokens: Generation) -> UnfinishedPart:
-        """The engine has more of an answer: as a part, to be written down."""
+    def progressed(self, answer: str, digest: bytes, prompt: bytes, tokens: Generation) -> UnfinishedPart:
+        """Keep more tokens of an answer; returns them as a part, to be written to the journal."""
         known = self._known.get(answer)
         start = len(known[1].token_ids) if known else 0
         part = UnfinishedPart(answer=answer, digest=digest, prompt=prompt, start=start, tokens=tokens)
@@ -318,11 +320,11 @@ class UnfinishedAnswers:
         return part
 
     def claim(self, digest: bytes, prompt: bytes, *, new: str, is_whole: bool = False) -> tuple[str, Generation | None]:
-        """The name of an answer to be generated, and what there is of it; nobody else gets it until `release`.
+        """Id of an answer to generate, and the tokens known of it; no other attempt can claim it until `release`.
 
         Args:
-            new: the name of one that nobody has begun.
-            is_whole: what others have begun is of no use.
+            new: the id, if no known answer can be claimed.
+            is_whole: generate the whole answer; claim no known one.
         """
         for answer, (first, partial) in self._known.items():
             if (first.digest, first.prompt) == (digest, prompt) and answer not in self._claimed and not is_whole:
@@ -332,7 +334,7 @@ class UnfinishedAnswers:
         return new, None
 
     def release(self, answer: str, *, is_over: bool) -> None:
-        """Its attempt has ended; ``is_over``: the answer was finished, whether or not anybody got it."""
+        """Its attempt has ended. ``is_over``: the engine finished the answer, so its progress is of no more use."""
         self._claimed.discard(answer)
         if is_over:
             self._known.pop(answer, None)

@@ -203,7 +203,7 @@ def loads_and_requests():
             request=str(number),
             version=number % 2,
             tokens=2 * cache if number == 13 else 1 + 2500 * number,
-            begun=(number,),
+            arrival=(number,),
             long=number % 3 == 0,
             near=f"r{number % 7}",
         )

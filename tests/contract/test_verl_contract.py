@@ -1412,7 +1412,7 @@ async def test_what_a_replica_told_of_an_answer_before_it_died_is_kept(monkeypat
     monkeypatch.setattr(llm_client.LLMServerClient, "generate", generate)
     client._load_balancer = _Router()
     kept = []
-    output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10}, on_kept=kept.append)
+    output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 10}, on_progress=kept.append)
     assert asked == [[9], [9, 0, 1, 10, 11]]
     assert [list(part.token_ids) for part in kept] == [[0, 1], [10, 11]]
     assert output.token_ids == [0, 1, 10, 11, 4]

@@ -15,7 +15,7 @@ from seamless_verl.trajectory.messages import Message
 
 
 class Draft:
-    """What is shown of an answer is a prefix of what it says in the end.
+    """Makes deltas of an answer's tokens. Invariant: what is shown is a prefix of what the answer says in the end.
 
     Args:
         attempt: takes the settled text as its ``deltas``.

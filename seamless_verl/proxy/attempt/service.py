@@ -1,13 +1,23 @@
 """From a checked request to its recorded answers.
 
-::
+The life of an attempt and of each of its answers, in order::
 
-    retry? ─▶ budget? ─▶ render ─▶ prepare ─▶ engine, once per answer ─▶ (somebody waits?) ─▶ LANDING: journal ─▶ tree
-                                                └─ tokens as they come ─▶ Attempt.deltas ─▶ streams       ANSWERED ◀─┘
+    begin     AttemptService.begin            a retry joins or replays an earlier attempt; else a new one is launched
+    prepare   SessionTree.prepare             render the prompt and find its place in the tree
+    claim     UnfinishedAnswers.claim         an id for each answer, with the tokens that an earlier attempt left of it
+    reserve   Session.reserve                 set tokens of the session's budget aside for all answers; may wait
+    generate  Ledger.generate                 once per answer: the engine continues after the claimed tokens
+    stream    Draft.feed                      meanwhile: settled text goes to `Attempt.deltas`, for clients that stream
+    progress  UnfinishedAnswers.progressed    meanwhile: tokens that survive their replica are kept, also in the journal
+    land      AttemptService._land            LANDING, once a client waits: `Journal.append` writes all answers
+    commit    SessionTree.commit              put each answer into the tree
+    record    AttemptBoard.record             ANSWERED: the board keeps the answers for retries
+    release   Session.release, UnfinishedAnswers.release    always: free the budget and the claims. An answer that the
+                                              engine did not finish keeps its progress, for the next attempt to claim
 
-Invariants: all answers of a request are in the journal and in the tree, or none is. The end of an answer leaves only
-after that. Its beginning may leave earlier, to a client that streams; whoever never saw the end was not answered, and
-no trace of it is kept. What was streamed is a prefix of the answer that is recorded.
+Invariants: all answers of a request are in the journal and in the tree, or none is. The end of an answer is sent only
+after that. A stream may send its beginning earlier; if the attempt fails then, no answer of it is recorded. What was
+streamed is a prefix of the answer that is recorded.
 """
 
 from __future__ import annotations
@@ -133,7 +143,7 @@ class AttemptService:
         )
 
     def _canonical(self, session: Session, raw: Sequence[Any], number: int, before: list[Message]) -> Message:
-        """Agents add to answers what changes no history: a name that nobody sees, text behind a stop string."""
+        """One message without what agents add to answers: a name that the template drops, text behind a stop string."""
         message, said = canonical_message(raw[number], number), session.continuations
         if message.role is Role.ASSISTANT:
             message = message if self._renderer.prints_names else replace(message, name="")
@@ -160,7 +170,7 @@ class AttemptService:
         Args:
             sampling: what the engine will be asked for each answer, ``max_tokens`` still as wished.
             overrides: what the trainer decided against the agent's wish so far.
-            remember: called once the request turns out to be one that the model can answer.
+            remember: called once the prompt is known to fit the model.
 
         Raises:
             ApiError: in the client's words.
@@ -170,8 +180,8 @@ class AttemptService:
             pending = await self._prepare(session, transcript, call)
             room = self._room(session, pending)
             remember()
-            begun = self._begun(session, attempt, pending, call)
-            ids = list(begun)
+            claimed = self._claim(session, attempt.digest, pending, call)
+            ids = list(claimed)
             attempt.answers = _heads(attempt.digest, ids, pending, overrides)
             attempt.tell()  # before the wait for budget: a stream has to be kept alive meanwhile
             wanted: int = sampling[0].get("max_tokens", room)
@@ -181,7 +191,7 @@ class AttemptService:
                 attempt.answers = [replace(head, overrides=known) for head in attempt.answers]
             work = [
                 self._generate(
-                    attempt, number, session, call, pending, asked | {"max_tokens": granted}, begun[ids[number]]
+                    attempt, number, session, call, pending, asked | {"max_tokens": granted}, claimed[ids[number]]
                 )
                 for number, asked in enumerate(sampling)
             ]
@@ -248,9 +258,9 @@ class AttemptService:
         call: Call,
         pending: PendingTurn,
         sampling: dict[str, Any],
-        begun: Generation | None,
+        resume_from: Generation | None,
     ) -> AnsweredTurn:
-        """One of the answers, ready to be recorded."""
+        """Generate one of the answers; returns its turn, ready to land."""
         head = attempt.answers[number]
         prompt_ids, images = session.images.prompt(pending.prompt_ids)
         thinking = self._is_thinking(prompt_ids)
@@ -266,8 +276,8 @@ class AttemptService:
             deadline=session.deadline,
             images=images,
             on_tokens=draft.feed if draft is not None else None,
-            begun=begun,
-            on_kept=partial(self._keep, session, head, pending),
+            resume_from=resume_from,
+            on_progress=partial(self._progressed, session, head, pending),
         )
         generation = await self._ask(session, request, pending)
         answer = self._read(head, generation, call, thinking)
@@ -276,18 +286,17 @@ class AttemptService:
         record = _sealed(pending, head.id, generation, answer)
         return record, session.ledger.entry(head.id), answer
 
-    def _begun(
-        self, session: Session, attempt: Attempt, pending: PendingTurn, call: Call
-    ) -> dict[str, Generation | None]:
-        """Names of the answers, in order, with what an earlier attempt left of each; alternatives are left of none."""
-        digests = [answer_digest(attempt.digest, number) for number in range(call.n)]
+    def _claim(self, session: Session, digest: bytes, pending: PendingTurn, call: Call) -> dict[str, Generation | None]:
+        """Ids of the answers, in order, with the tokens that an earlier attempt left of each. Its alternatives were not
+        kept, so a request that asks for them resumes nothing."""
+        digests = [answer_digest(digest, number) for number in range(call.n)]
         prompt, is_whole = pending.prompt_ids.digest(), bool(call.logprobs)
         known = session.unfinished
-        return dict(known.claim(digest, prompt, new=uuid.uuid4().hex, is_whole=is_whole) for digest in digests)
+        return dict(known.claim(one, prompt, new=uuid.uuid4().hex, is_whole=is_whole) for one in digests)
 
-    def _keep(self, session: Session, head: Answer, pending: PendingTurn, tokens: Generation) -> None:
-        part = session.unfinished.more(head.id, head.digest, pending.prompt_ids.digest(), tokens)
-        self._journal.kept(session.id, part)
+    def _progressed(self, session: Session, head: Answer, pending: PendingTurn, tokens: Generation) -> None:
+        part = session.unfinished.progressed(head.id, head.digest, pending.prompt_ids.digest(), tokens)
+        self._journal.progressed(session.id, part)
 
     def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside the model's reasoning."""
@@ -338,7 +347,7 @@ class AttemptService:
         )
 
     async def _land(self, attempt: Attempt, session: Session, turns: Sequence[AnsweredTurn]) -> None:
-        """Write all answers down once somebody waits for them, then commit them in one step of the event loop."""
+        """Once a client waits, write all answers to the journal; then commit and record them without an ``await``."""
         while not attempt.wanted.is_set():
             await attempt.wanted.wait()
         attempt.move(State.LANDING)
@@ -359,7 +368,7 @@ class AttemptService:
 
 
 def _heads(digest: bytes, ids: Sequence[str], pending: PendingTurn, overrides: tuple[str, ...]) -> list[Answer]:
-    """What is known of answers before their first token."""
+    """The answers before their first token: ids and counts of the prompt."""
     num_prompt = len(pending.prompt_ids)
     return [
         Answer(
@@ -385,6 +394,6 @@ def _sealed(pending: PendingTurn, generation_id: str, generation: Generation, an
 
 
 def _num_chars_to_render(match: HistoryMatch) -> int:
-    """Also of the answer that is continued and of the tools: a template writes both again."""
+    """Characters that a template has to write, which include the continued answer and the tools."""
     messages = match.transcript.messages[max(0, match.num_known - 1) :]
     return sum(message.num_chars for message in messages) + sum(map(len, match.transcript.tools))

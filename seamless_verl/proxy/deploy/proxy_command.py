@@ -132,10 +132,10 @@ def _run_alone(options: argparse.Namespace) -> int:
         search_garbage_rarely()
         where = f"recording to {config.record}" if config.record else "recording nothing (no --record)"
         found = f", {state.found} sessions found there" if state.found else ""
-        blind = f"; no pictures: {state.blind}" if state.blind else ""
+        pictures = f"; no pictures: {state.no_images_reason}" if state.no_images_reason else ""
         print(
             f"proxy {state.base_url} -> {config.engine} ({config.model}, {state.max_model_len} tokens); "
-            f"{where}{found}{blind}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
+            f"{where}{found}{pictures}; admin key in {key_file}; ready in {time.time() - _born():.1f} s",
             file=said,
             flush=True,
         )

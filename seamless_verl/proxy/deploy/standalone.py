@@ -105,13 +105,13 @@ class Ready:
 
     Attributes:
         found: sessions that an earlier process left.
-        blind: why pictures are refused though the model has a token for them; "" where they are not, or it has none.
+        no_images_reason: why pictures are refused although the model has a token for them; else "".
     """
 
     base_url: str
     found: int
     max_model_len: int
-    blind: str
+    no_images_reason: str
 
 
 def stopped_by_signal() -> asyncio.Event:
@@ -147,7 +147,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
 
 
 async def _serve(
-    config: StandaloneConfig, deps: ProxyDeps, blind: str, stop: asyncio.Event, ready: Callable[[Ready], None]
+    config: StandaloneConfig, deps: ProxyDeps, reason: str, stop: asyncio.Event, ready: Callable[[Ready], None]
 ) -> None:
     app = make_app(deps)
     server = ProxyServer(app, config.host, config.port, drain_s=config.drain_s)
@@ -155,8 +155,8 @@ async def _serve(
         base_url = await server.start()
         handover: HandOver = app.state.handover
         resumed = asyncio.create_task(handover.resume())
-        max_model_len = deps.limits.max_model_len
-        ready(Ready(base_url=base_url, found=len(deps.sessions), max_model_len=max_model_len, blind=blind))
+        max_model_len, found = deps.limits.max_model_len, len(deps.sessions)
+        ready(Ready(base_url=base_url, found=found, max_model_len=max_model_len, no_images_reason=reason))
         await stop.wait()
         resumed.cancel()
     finally:
@@ -166,7 +166,7 @@ async def _serve(
 
 
 async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: FolderTokenizer) -> tuple[ProxyDeps, str]:
-    """What the proxy is made of, after a look at the server; and why that cannot be shown pictures, else ""."""
+    """What the proxy is made of, after a look at the server; and why pictures are refused (`Ready`)."""
     parser = TagParser(config.think_tags) if config.parser is None else config.parser(config.tokenizer)
     renderer = TokenizerRenderer(
         tokenizer,
@@ -181,7 +181,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     paused = _paused(config)
     served = await served_model(engine, is_paused=paused is not None and paused.exists())
     limits = config.limits
-    images, blind = await _eyes(engine, tokenizer.image_token_id, limits)
+    images, reason = await _image_reader(engine, tokenizer.image_token_id, limits)
     continues = await continues_grammars(engine, renderer.decode)
     if served.max_model_len is not None:
         limits = replace(limits, max_model_len=min(limits.max_model_len, served.max_model_len))
@@ -206,21 +206,21 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         sink=sink,
         parser=parser,
         images=images,
-        blind=blind or TEXT_ONLY,
+        no_images_reason=reason or TEXT_ONLY,
         abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
         gate=_gate(engine, config),
         base_url=config.base_url,
         on_unsupported=config.on_unsupported,
     )
-    return deps, blind
+    return deps, reason
 
 
-async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits) -> tuple[ImageReader | None, str]:
+async def _image_reader(engine: VllmHttpEngine, token: int | None, limits: Limits) -> tuple[ImageReader | None, str]:
     """The reader of pictures; None where the model takes none or the server cannot read them, with the reason."""
-    if placeholder is None:
+    if token is None:
         return None, ""
     try:
-        return await show_pictures(engine, placeholder, max_pixels=limits.max_image_pixels), ""
+        return await show_pictures(engine, token, max_pixels=limits.max_image_pixels), ""
     except NoPictures as error:
         return None, str(error)
 

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _LENGTH_BYTES = 4
 _ACCEPT_PAUSE_S = 1.0
 _DIAL_S = 60.0  # for the owner's loop to turn, which takes milliseconds unless it is held up
-# What ends by itself, when files are closed or memory is freed; a connection that broke off is the next one's business.
+# Errors that pass, as when files are closed or memory is freed; an aborted connection says nothing of the next one.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO}
 
 
@@ -50,23 +50,23 @@ class _Ask(msgspec.Struct, array_like=True):
     sampling: dict[str, Any]
     deadline: float
     images: list[bytes]
-    begun: Generation | None = None
-    keeps: bool = False
+    resume_from: Generation | None = None
+    tells_progress: bool = False
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """How a request ended: with a generation, or with one of three kinds of error. Or what was ``kept`` before."""
+    """How a request ended: with a generation, or with one of three kinds of error. Or ``progress`` before that."""
 
     number: int
     generation: Generation | None = None
     refused: str = ""
     unavailable: str = ""
     failed: str = ""
-    kept: Generation | None = None
+    progress: Generation | None = None
 
 
 class _Message(msgspec.Struct, array_like=True):
-    """From the proxy: a request, or the number of one that nobody waits for any more."""
+    """From the proxy: a request, or the number of one that the proxy has cancelled."""
 
     ask: _Ask | None = None
     cancelled: int | None = None
@@ -168,6 +168,10 @@ class EngineHost:
 
     async def _generate(self, ask: _Ask, writer: asyncio.StreamWriter) -> None:
         answer = _Answer(ask.number)
+
+        def on_progress(tokens: Generation) -> None:
+            _write(writer, _Answer(ask.number, progress=tokens))
+
         try:
             answer.generation = await self._engine.generate(
                 GenerationRequest(
@@ -177,8 +181,8 @@ class EngineHost:
                     sampling=ask.sampling,
                     deadline=ask.deadline,
                     images=ask.images,
-                    begun=ask.begun,
-                    on_kept=(lambda news: _write(writer, _Answer(ask.number, kept=news))) if ask.keeps else None,
+                    resume_from=ask.resume_from,
+                    on_progress=on_progress if ask.tells_progress else None,
                 )
             )
         except EngineRefused as error:
@@ -197,7 +201,7 @@ class RemoteEngine:
         self._writer = writer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
-        self._keepers: dict[int, Callable[[Generation], None]] = {}
+        self._on_progress: dict[int, Callable[[Generation], None]] = {}
         self._reading = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
@@ -224,11 +228,11 @@ class RemoteEngine:
             sampling=dict(request.sampling),
             deadline=request.deadline,
             images=list(request.images),
-            begun=request.begun,
-            keeps=request.on_kept is not None,
+            resume_from=request.resume_from,
+            tells_progress=request.on_progress is not None,
         )
-        if request.on_kept is not None:
-            self._keepers[number] = request.on_kept
+        if request.on_progress is not None:
+            self._on_progress[number] = request.on_progress
         _write(self._writer, _Message(ask=ask))
         try:
             answer: _Answer = await waiting
@@ -237,7 +241,7 @@ class RemoteEngine:
             raise
         finally:
             del self._waiting[number]
-            self._keepers.pop(number, None)
+            self._on_progress.pop(number, None)
         if answer.generation is not None:
             return answer.generation
         if answer.refused:
@@ -258,9 +262,9 @@ class RemoteEngine:
         try:
             while (frame := await _read(reader)) is not None:
                 answer = _answers.decode(frame)
-                if answer.kept is not None:
-                    if (keep := self._keepers.get(answer.number)) is not None:
-                        keep(answer.kept)
+                if answer.progress is not None:
+                    if (tell := self._on_progress.get(answer.number)) is not None:
+                        tell(answer.progress)
                     continue
                 waiting = self._waiting.get(answer.number)
                 if waiting is not None and not waiting.done():

@@ -376,8 +376,8 @@ class PromptTexts:
     def encode(self, session_id: str, token_ids: Sequence[int]) -> tuple[bytes, bytearray, bytes]:
         """The ids as a JSON list, in pieces: to be joined at once, for the session's next prompt changes them."""
         path = TokenPath.of(token_ids)
-        begun, text = self._known.pop(session_id, (EMPTY, bytearray()))
-        added = path.since(begun) if begun else None
+        earlier, text = self._known.pop(session_id, (EMPTY, bytearray()))
+        added = path.since(earlier) if earlier else None
         if added is None:
             text = bytearray(_items(path.flat()))
         elif added:

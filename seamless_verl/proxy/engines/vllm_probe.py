@@ -40,7 +40,7 @@ async def served_model(engine: VllmHttpEngine, *, is_paused: bool = False) -> Se
     """What the server serves under our model's name; also that it returns token ids, with a completion of one.
 
     Args:
-        is_paused: an earlier process was, so the server may be as well, and is waited for.
+        is_paused: an earlier process was paused, so the server may be, too: wait for it.
 
     Raises:
         ConfigError: no server, another model, or one that returns no token ids.
@@ -78,7 +78,7 @@ async def served_model(engine: VllmHttpEngine, *, is_paused: bool = False) -> Se
 async def continues_grammars(engine: VllmHttpEngine, decode: Decode) -> bool:
     """Whether our plug-in is in the server's process, so that an interrupted answer under a grammar goes on.
 
-    Tried with a text whose end is asked for: where nobody moves the grammar, the text begins anew.
+    Tried by resuming a forced text in its middle: without the plug-in the text begins anew.
     """
     ids: list[int] = []
     try:

@@ -79,13 +79,13 @@ class ProxyDeps:
     Attributes:
         admin_key: opens and closes sessions.
         model: name that ``GET /v1/models`` shows; any other name is accepted and echoed, since the session decides.
-        gate: holds requests back while weights change; None where somebody else does that, as under the trainer.
+        gate: holds requests back while weights change; None where the engine does that itself, as under the trainer.
         parser: finds reasoning and tool calls in the model's text.
         abilities: what the engine can do beyond plain generation; what it cannot is refused.
-        sink: takes the rows of closed sessions; None leaves them to whoever closes.
+        sink: takes the rows of closed sessions; None: they are returned to the caller that closes.
         images: reads pictures for the model; None where the model, or the engine, takes text only.
-        blind: why there are none, for whoever sends one.
-        on_unsupported: what becomes of preferences that nobody here can honour.
+        no_images_reason: told to a client that sends a picture although ``images`` is None.
+        on_unsupported: what happens to preferences that this proxy cannot honour.
         base_url: how agents reach this proxy, without a path; "" for "as the opener of a session did".
     """
 
@@ -103,7 +103,7 @@ class ProxyDeps:
     timing: StreamTiming = field(default_factory=StreamTiming)
     sink: FolderSink | None = None
     images: ImageReader | None = None
-    blind: str = TEXT_ONLY
+    no_images_reason: str = TEXT_ONLY
     base_url: str = ""
     on_unsupported: OnUnsupported = OnUnsupported.ACCEPT
 
@@ -138,7 +138,7 @@ class Proxy:
             counters=deps.counters,
         )
         self._intake = BodyIntake(deps.limits)
-        self._images = ImageIntake(deps.images, deps.limits, deps.blind)
+        self._images = ImageIntake(deps.images, deps.limits, deps.no_images_reason)
 
     async def open_session(self, request: Request) -> Response:
         self._require_admin(request)
@@ -181,7 +181,7 @@ class Proxy:
         return Response(body, media_type="application/json")
 
     async def delete_session(self, request: Request) -> Response:
-        """Its rows have arrived, or nobody wants them: forget a session."""
+        """Forget a session whose rows have arrived or are not wanted."""
         self._require_admin(request)
         await self.handover.acknowledge(request.path_params["session_id"])
         return Response(status_code=204)
@@ -193,7 +193,7 @@ class Proxy:
         return Reply(
             request,
             call,
-            self._begun(session, call, retry_count_of(request)),
+            self._attempt(session, call, retry_count_of(request)),
             timing=self._deps.timing,
             orphan_grace_s=self._deps.limits.orphan_grace_s,
             delivered=lambda attempt: session.board.record(attempt, State.DELIVERED),
@@ -201,7 +201,7 @@ class Proxy:
         )
 
     def _agreed(self, session: Session, call: Call) -> Call:
-        """The request as it is answered: preferences that nobody here can honour are noted, or refused.
+        """The request as it is answered: preferences that this proxy cannot honour are noted, or refused.
 
         Raises:
             ApiError: 400, naming the field.
@@ -215,7 +215,7 @@ class Proxy:
         return replace(call, preferences=ignored)
 
     @asynccontextmanager
-    async def _begun(self, session: Session, call: Call, retry_count: int | None) -> AsyncIterator[Attempt]:
+    async def _attempt(self, session: Session, call: Call, retry_count: int | None) -> AsyncIterator[Attempt]:
         """The attempt at a request; its session stays in memory until the block ends."""
         async with self._residency.hold(session):
             call = await self._with_images(session, call.continued(session.continuations))

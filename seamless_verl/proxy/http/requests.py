@@ -2,8 +2,8 @@
 
 What comes in is bounded and ends in a 4xx otherwise, a head that never comes in silence. How many bodies of a session,
 and how much memory in all, is decided before anything is read or parsed: an answer counts against the session's
-``max_parallel`` only once its body was read; whoever sends many bodies slowly would otherwise hold memory that no limit
-knows. Requests that wait for the answer to another one count as well.
+``max_parallel`` only once its body was read; a client that sends many bodies slowly would otherwise hold memory beyond
+every limit. Requests that wait for the answer to another one count as well.
 
 What goes out is one body at the end, or server-sent events meanwhile. A stream begins with the first settled text, or
 after ``keep_alive_s`` without any; until then a failure is still an HTTP status. Afterwards it is an event of the
@@ -212,7 +212,7 @@ class Reply(Response):
     """The response to one request; it lives as long as its client waits, and has its part in the attempt's fate.
 
     Args:
-        begun: the attempt; begins it when entered.
+        attempt: begins the attempt when entered.
         delivered: told of an attempt whose answers its client has.
         failed: told of a refusal that could no longer become an HTTP status.
     """
@@ -221,7 +221,7 @@ class Reply(Response):
         self,
         request: Request,
         call: Call,
-        begun: AbstractAsyncContextManager[Attempt],
+        attempt: AbstractAsyncContextManager[Attempt],
         *,
         timing: StreamTiming,
         orphan_grace_s: float,
@@ -231,7 +231,7 @@ class Reply(Response):
         super().__init__()
         self._request = request
         self._call = call
-        self._begun = begun
+        self._attempt = attempt
         self._timing = timing
         self._orphan_grace_s = orphan_grace_s
         self._delivered = delivered
@@ -245,7 +245,7 @@ class Reply(Response):
             ApiError: nothing has been sent.
             ClientGone: the client left before anything was sent.
         """
-        async with self._begun as attempt:
+        async with self._attempt as attempt:
             left = asyncio.ensure_future(client_left(self._request))
             landing = asyncio.ensure_future(attempt.landed())
             for task in (left, landing):

@@ -1,4 +1,4 @@
-"""Sessions that are over, kept whole for who looks at the run later: `seamless-verl watch` shows them.
+"""Sessions that are over, kept whole for `seamless-verl watch`.
 
 ::
 
@@ -100,8 +100,8 @@ class _KeptFile:
             raise
 
     def take(self, session_id: str) -> None:
-        """Copy a session out of the journal, whose own thread may write meanwhile; one that is not there stays as it
-        is here."""
+        """Copy a session out of the journal, whose own thread may write meanwhile. If the journal does not have it, the
+        copy stays as it is."""
         num_bytes = self._num_bytes
         with self._db:
             self._db.execute("BEGIN")

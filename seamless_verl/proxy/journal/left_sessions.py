@@ -10,8 +10,8 @@ Attempts that were over, in a group that was not, are found in kept.sqlite, wher
 sessions names them. An agent that asks what the dead one asked is answered the same, token for token, and its
 unfinished answer goes on; whatever it asks otherwise is generated.
 
-Invariant: a session hands over to one other, of the same attempt under the same reservation in the same life of a run;
-what nobody asks for again is in no row.
+Invariant: an earlier session hands its answers to one session, of the same attempt under the same reservation in the
+same life of a run; an answer that is not asked for again is in no row.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LeftSessions:
             _tell(left, error)
 
     def of(self, heir: Session) -> list[UnfinishedPart]:
-        """What the earlier session of an attempt was answered, in order, then what it had of unfinished answers."""
+        """Parts that an earlier session of the same attempt left: its answers in order, then its unfinished ones."""
         file, name = self._known.get((heir.spec.group, heir.spec.index), (None, ""))
         if file is None or self._heirs.setdefault(name, heir.id) != heir.id:
             return []
@@ -95,7 +95,7 @@ class LeftSessions:
 
 
 def _attempts(db: sqlite3.Connection, file: Path, which: str) -> Iterator[tuple[tuple[str, int], tuple[Path, str]]]:
-    """Of an attempt the latest session comes last."""
+    """Where each attempt's sessions are: (group, index), (file, id). The latest session of an attempt comes last."""
     for name, told in db.execute(which):
         spec = json.loads(told)
         yield (spec["group"], spec["index"]), (file, name)

@@ -105,7 +105,7 @@ class SqliteJournal:
         await self._write([*statements, *((_DELETE_UNFINISHED, which) for which in written)])
         self._unfinished -= written
 
-    def kept(self, session_id: str, part: UnfinishedPart) -> None:
+    def progressed(self, session_id: str, part: UnfinishedPart) -> None:
         self._unfinished.add((session_id, part.answer))
         done = self._queue([(_INSERT_UNFINISHED, (session_id, part.answer, part.start, pack_part(part)))])
         done.add_done_callback(_tell_unwritten)
@@ -155,7 +155,7 @@ class SqliteJournal:
     async def load(self, session: Session) -> None:
         images, bodies = await self._read(read_turns, session.id)
         parts = await self._read(read_unfinished, session.id)
-        earlier = await self._earlier(session)  # once it is resident nobody waits for the rest
+        earlier = await self._earlier(session)  # before `restore`: then no request waits any more
         for image in images:
             session.images.add(image)
         restore(session, bodies)

@@ -1,17 +1,18 @@
-"""One request from its beginning to its answers, and what a session remembers of it for the requests that come later.
+"""States of one request from `AttemptService.begin` to its answers, and what a session remembers for later requests.
 
 ::
 
-    GENERATING ──all answers are there, and somebody waits──▶ LANDING ──recorded──▶ ANSWERED
+    GENERATING ──all answers are there, and a client waits──▶ LANDING ──recorded──▶ ANSWERED
       │    └──engine, budget, deadline─▶ FAILED ◀─journal───────┘                      │
-      └──nobody waits, and the grace period is over; session closed─▶ CANCELLED        │
+      └──no client waits, and the grace period is over; session closed─▶ CANCELLED     │
                                                                                        ▼
                               CONTINUED ◀──a later request goes on from an answer── DELIVERED
 
-An attempt runs as a task of its own, so that its client may leave and a retry may join.
+An attempt runs as a task of its own, so that its client may leave and a retry may join. The module
+`seamless_verl.proxy.attempt.service` lists the steps of that task.
 
-Invariant: an attempt is cancelled or it lands, and what was decided first holds. What the journal may already have thus
-reaches the tree, whoever loses interest meanwhile, and nobody joins what was cancelled.
+Invariant: an attempt is either cancelled or lands, whichever is decided first. So what the journal may already have
+reaches the tree even if all clients leave meanwhile, and no retry joins a cancelled attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from seamless_verl.proxy.calls import Answer, ApiError, Delta
 from seamless_verl.trajectory.messages import Message
 
 _T = TypeVar("_T")
-_MAX_CONTINUED = 8  # their clients have them: who asks again wants another sample, or is very late
+_MAX_CONTINUED = 8  # their clients have them: the same request again wants another sample, or is a very late retry
 _NUM_ASKED = 4  # conversations; as many as `RecentTranscripts` keeps, whose messages they share
 _BYTES_PER_TOKEN = 150  # text, log-prob and the objects that hold them
 
@@ -40,7 +41,7 @@ class State(Enum):
 
     GENERATING = "generating"
     LANDING = "landing"
-    ANSWERED = "answered"  # nobody knows yet whether the answers arrived
+    ANSWERED = "answered"  # it is not known yet whether the answers arrived
     DELIVERED = "delivered"
     CONTINUED = "continued"
     FAILED = "failed"
@@ -56,7 +57,7 @@ class Verdict(Enum):
 
 
 _RECORDED = frozenset({State.ANSWERED, State.DELIVERED, State.CONTINUED})
-_UNSEEN = frozenset({State.GENERATING, State.LANDING, State.ANSWERED})  # the answers may have reached nobody
+_UNSEEN = frozenset({State.GENERATING, State.LANDING, State.ANSWERED})  # the answers may have reached no client
 _MOVES: dict[State, frozenset[State]] = {
     State.GENERATING: frozenset({State.LANDING, State.FAILED, State.CANCELLED}),
     State.LANDING: frozenset({State.ANSWERED, State.FAILED}),
@@ -139,12 +140,12 @@ class Attempt:
         """
         if self.state in (State.GENERATING, State.LANDING) and not self.num_waiting:
             return Verdict.JOIN  # its client went away
-        # While they are being written, the answers are somebody's: whoever asks for a first time wants others.
+        # While a client still receives the answers, a request that says it is no retry wants answers of its own.
         state = State.LANDING if self.state is State.ANSWERED and self.num_waiting else self.state
         return _VERDICTS[state][0 if retry_count is None else min(retry_count, 1) + 1]
 
     def tell(self) -> None:
-        """Wake all who look at the answers."""
+        """Set the events of all clients that wait for the answers."""
         for listener in self._listeners:
             listener.set()
 
@@ -155,7 +156,7 @@ class Attempt:
             if self.state in _RECORDED:
                 self._task = None
             elif not task.cancelled() and task.exception() is not None and self.state is not State.CANCELLED:
-                self.move(State.FAILED)  # that nobody waited for it is no surprise
+                self.move(State.FAILED)  # `exception()` has marked it as retrieved: asyncio does not log it
             self.deltas = []
             ended()
 
@@ -164,9 +165,9 @@ class Attempt:
 
     @contextmanager
     def attended(self, news: asyncio.Event, *, orphan_grace_s: float) -> Iterator[None]:
-        """While the block runs, somebody waits for the answers, and is told ``news`` of them.
+        """While the block runs, a client waits for the answers; ``news`` is set whenever there is more of them.
 
-        The last one to leave starts the grace period; whoever joins within it ends it.
+        The last client to leave starts the grace period, and the next one to join ends it.
         """
         if self._grace is not None:
             self._grace.cancel()
@@ -186,7 +187,7 @@ class Attempt:
         """All answers, in order, once they are recorded.
 
         Raises:
-            ApiError: what kept them from being given.
+            ApiError: why there are none.
         """
         task = self._task
         if task is not None:
@@ -232,8 +233,8 @@ class AttemptBoard:
     def find(self, digest: bytes, num_answers: int, *, is_retry: bool) -> Attempt | None:
         """The latest attempt at a request that was not given up.
 
-        An agent may ask the same several times at once. Each retry gets answers of its own then: the latest that nobody
-        waits for and nobody may have seen, where there are such.
+        An agent may ask the same several times at once. Each retry then gets answers of its own: the latest ones that
+        have no waiting client and that no client may have seen, if there are such.
         """
         name = digest, num_answers
         known = (*self._recorded, *self._under_way)
@@ -281,7 +282,7 @@ class AttemptBoard:
         self._keep(attempt)
 
     def undelivered(self) -> frozenset[str]:
-        """Ids of the answers that may have reached nobody."""
+        """Ids of the answers that may have reached no client."""
         lost = [attempt for attempt in self._recorded if attempt.state is State.ANSWERED]
         return frozenset(answer.id for attempt in lost for answer in attempt.answers)
 

@@ -2,8 +2,8 @@
 
 Invariant: when :meth:`Journal.append` has returned, a process killed at any instant finds the turns again; when it has
 raised, none of them is on disk or in the tree; killed in between, it finds all of them or none. A session stays in the
-journal until :meth:`Journal.forgotten`, which is called only when somebody else has its rows, or nobody wants them.
-What it then leaves behind is enough to tell late requests what became of it.
+journal until :meth:`Journal.forgotten`, which is called only when its rows were handed over or are not wanted.
+The journal then keeps enough of it to tell late requests that it is closed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Journal(Protocol):
         """One request has been answered, with as many turns as it asked for samples."""
         ...
 
-    def kept(self, session_id: str, part: UnfinishedPart) -> None:
-        """An unfinished answer has more tokens. Nobody waits for them to be written: unwritten they are made again."""
+    def progressed(self, session_id: str, part: UnfinishedPart) -> None:
+        """An unfinished answer has more tokens. Returns before they are safe: lost tokens are generated again."""
         ...
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:
@@ -88,7 +88,7 @@ class NullJournal:
     async def append(self, session_id: str, turns: Sequence[AnsweredTurn]) -> None:
         return None
 
-    def kept(self, session_id: str, part: UnfinishedPart) -> None:
+    def progressed(self, session_id: str, part: UnfinishedPart) -> None:
         return None
 
     async def pictured(self, session_id: str, number: int, stored: StoredImage) -> None:

@@ -130,7 +130,7 @@ class Session:
         return _BYTES_PER_TOKEN * tokens + _BYTES_PER_TURN * turns + kept
 
     def unload(self) -> None:
-        """Let the turns go; who may not have been answered is remembered: a retry and a second sample stay apart."""
+        """Drop the turns from memory, but remember which answers may not have arrived: a retry gets these again."""
         self._undelivered = self.board.undelivered()
         self.tree, self.ledger, self.images = SessionTree(), Ledger(), ImageTable()
         self.recent, self.board = RecentTranscripts(), AttemptBoard(self.spec.max_parallel)
@@ -138,7 +138,7 @@ class Session:
         self.is_resident = False
 
     def loaded(self, answers: Iterable[Answer], continued: Container[str]) -> None:
-        """Its turns are back.
+        """Take over the answers after the journal has put the turns back.
 
         Args:
             answers: in the order in which they were recorded; those of one request follow each other.
@@ -158,7 +158,7 @@ class Session:
             if any(answer.id in continued for answer in request):
                 state = State.CONTINUED
             elif self._undelivered is None or request[0].id in self._undelivered:
-                # After an unload it is known who was answered. What an earlier process left may have died with it.
+                # After an unload it is known which answers arrived. Of an earlier process that is not known.
                 state = State.ANSWERED
             self.board.restore(request, state)
         self.num_generated = sum(len(answer.tokens) for answer in self.tree.answers)
@@ -243,11 +243,12 @@ class Session:
     async def reserve(self, attempt: Attempt, wanted: int) -> int:
         """Set up to ``wanted`` tokens of the budget aside for each answer of an attempt; returns how many for each.
 
-        Answers in flight cannot overshoot the budget that way. All of a request get theirs in one go, so that none
-        holds tokens while it waits for another. While others hold what is left, it waits: they rarely use all of it.
+        Answers in flight cannot overshoot the budget that way. All answers of a request get theirs at once, so that
+        none holds tokens while it waits for another. If other attempts hold what is left, this waits: they rarely use
+        all of it.
 
         Raises:
-            ApiError: 429, there is not enough left and nobody to wait for.
+            ApiError: 429, not enough is left and no other attempt holds any.
         """
         while True:
             left = (self.spec.max_tokens - self.num_generated - self.num_reserved) // attempt.num_answers

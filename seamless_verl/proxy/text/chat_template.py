@@ -136,7 +136,7 @@ class TokenizerRenderer:
 
     @cached_property
     def open_ids(self) -> frozenset[int]:
-        """Ids whose text, and that of others of them before, may read differently with the next token."""
+        """Ids whose text may change with the next token, like that of a run of such ids."""
         return open_ids_of(self._backend, skips_special=self._skip_special_tokens) if self._backend else frozenset()
 
     @cached_property
@@ -308,16 +308,16 @@ class TokenizerRenderer:
         )
         return text.partition(_MARK)[2]
 
-    def _keeps_question(self, begun: tuple[str, ...]) -> bool:
+    def _keeps_question(self, key: tuple[str, ...]) -> bool:
         """Whether a prompt is the beginning of the conversation that it becomes.
 
         Args:
-            begun: whether there is a system message ("0" or "1"), its text, and the tools.
+            key: whether there is a system message ("0" or "1"), its text, and the tools.
         """
-        num_system = int(begun[0])
-        question = [Message(role=Role.SYSTEM, content=text) for text in begun[1 : 1 + num_system]]
+        num_system = int(key[0])
+        question = [Message(role=Role.SYSTEM, content=text) for text in key[1 : 1 + num_system]]
         question.append(Message(role=Role.USER, content=_MARK))
-        tools = begun[1 + num_system :]
+        tools = key[1 + num_system :]
         prompt = self._text(question, tools, add_generation_prompt=True)
         asked = self._text(question, tools, add_generation_prompt=False)
         if not prompt.startswith(asked):  # some end a text that nobody answers in a way of its own
@@ -357,7 +357,7 @@ def _stub(previous: Sequence[Message]) -> list[Message]:
 
 
 def _with_additions(messages: Sequence[Message]) -> list[Message]:
-    """Answers with what their agents wrote behind them, as a template is to write them."""
+    """The messages for a template: each answer is followed by what its agent wrote behind it."""
     behind = [*(message.behind for message in messages[1:]), ""]
     return [replace(m, content=m.content + more) if more else m for m, more in zip(messages, behind, strict=True)]
 

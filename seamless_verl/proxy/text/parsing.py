@@ -39,7 +39,7 @@ class AnswerParser(Protocol):
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether calls are told by special tokens, which the text then has to show."""
+        """Whether special tokens mark tool calls, so that decoding must not drop them."""
         ...
 
     def parse(self, text: str, tools: Tools, *, thinking: bool, call_prefix: str) -> Message:
@@ -59,8 +59,8 @@ class AnswerParser(Protocol):
     def tool_format(self, tools: Tools, *, required: bool) -> dict[str, Any] | None:
         """How calls of these tools are written, as the ``format`` of an xgrammar structural tag.
 
-        None when nobody has written that down for this model; such calls can then not be forced. Text without a call
-        fits too, unless one is ``required``. Arguments follow ``parameters`` of each tool.
+        None when that is not known of this model; its calls cannot be forced then. Text without a call fits too,
+        unless one is ``required``. Arguments follow ``parameters`` of each tool.
         """
         ...
 
@@ -206,7 +206,7 @@ class Settler:
     Args:
         think_tags: opening and closing tag of reasoning; None for none.
         thinking: the prompt already opened the reasoning.
-        tool_marker: how a tool call begins; None when calls are just text; "" when nobody knows, so that no content
+        tool_marker: how a tool call begins; None when calls are just text; "" when it is not known, so that no content
             can be settled before the end.
         plain_start: whether text without an opening tag is surely content.
     """
@@ -280,13 +280,13 @@ def overlap(text: str, tag: str) -> int:
 
 
 def preferences_against(call: Call, parser: AnswerParser) -> tuple[str, ...]:
-    """What the request wishes for and nobody here can honour: that of the call itself, and to think or not to."""
+    """Preferences that this proxy cannot honour: those of the call, and ``thinking`` if the model does the opposite."""
     thinks = parser.think_tags is not None
     return (*call.preferences, *(("thinking",) if call.thinking is not None and call.thinking is not thinks else ()))
 
 
 def keeps_special_tokens(parser: AnswerParser, tokenizer: Any) -> bool:
-    """Whether answers are read with their special tokens, by which calls or the ends of reasoning may be told."""
+    """Whether to decode answers with their special tokens, since some mark tool calls or the ends of reasoning."""
     tags = [tokenizer.encode(tag, add_special_tokens=False) for tag in parser.think_tags or ()]
     return parser.keeps_special_tokens or not all(tokenizer.decode(tag, skip_special_tokens=True) for tag in tags)
 
@@ -351,7 +351,7 @@ def _tool_format(call: Call, parser: AnswerParser) -> dict[str, Any] | None:
 
 
 def _loosened(tool: Mapping[str, Any], call: Call) -> Mapping[str, Any]:
-    """Arguments of a tool that nobody called strict, and that nobody forces, may be any object."""
+    """The tool with any object as its arguments, unless it is strict or a call is required."""
     name = tool["function"]["name"]
     if name in call.strict_tools or call.tool_choice is ToolChoice.REQUIRED:
         return tool

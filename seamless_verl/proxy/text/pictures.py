@@ -64,7 +64,7 @@ class ImageReader(Protocol):
 
         Raises:
             BadImage: this is none.
-            EngineUnavailable: it is read where the model is, and nobody answers there.
+            EngineUnavailable: the model's server reads pictures, and does not answer.
         """
         ...
 
@@ -110,8 +110,8 @@ class ImageTable:
         """
         if not self._stored:
             return marked, []
-        begun, plain_ids, numbers = self._last
-        added = marked.since(begun)
+        earlier, plain_ids, numbers = self._last
+        added = marked.since(earlier)
         if added is None:
             added, plain_ids, numbers = marked.flat(), EMPTY, ()
         plain_ids, numbers = plain_ids.then(plain(added, self._stored[0].placeholder)), numbers + numbers_in(added)
@@ -143,13 +143,13 @@ class ImageIntake:
 
     Args:
         reader: None for a model, or an engine, that takes text only.
-        blind: what is said to pictures where there is no reader.
+        no_images_reason: told to a client that sends a picture although there is no reader.
     """
 
-    def __init__(self, reader: ImageReader | None, limits: Limits, blind: str) -> None:
+    def __init__(self, reader: ImageReader | None, limits: Limits, no_images_reason: str) -> None:
         self._reader = reader
         self._limits = limits
-        self._blind = blind
+        self._no_images_reason = no_images_reason
 
     async def take(self, session_id: str, table: ImageTable, store: ImageStore, call: Call) -> Call:
         """The same call with an :class:`Image` in place of each picture's URL.
@@ -173,7 +173,7 @@ class ImageIntake:
                 # Other dialects say where the picture stands in what they were sent.
                 where = message["content"][at].get("place", f"messages.{number}.content.{at}")
                 if self._reader is None:
-                    raise _unsupported(where, self._blind)
+                    raise _unsupported(where, self._no_images_reason)
                 if message.get("role") not in ("user", "tool"):
                     raise _unsupported(where, "pictures stand in user and tool messages")
                 part = message["content"][at]

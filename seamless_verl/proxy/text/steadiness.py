@@ -1,4 +1,4 @@
-"""What a chat template moves from turn to turn, told before anybody asks: such conversations are a row per turn.
+"""Finds chat templates that rewrite earlier turns, before any request: such conversations become a row per turn.
 
 Tiny conversations are continued as real ones are: a plain one, one with a system message, one with a tool.
 """
@@ -36,7 +36,7 @@ def moving_note(renderer: TokenizerRenderer) -> str:
 
 
 def _moves(renderer: TokenizerRenderer, asked: list[Message], tools: Sequence[str]) -> bool:
-    """Whether it does; of a conversation that the template refuses, agents are told by themselves."""
+    """Whether the template rewrites earlier turns; no, if it refuses the conversation, as it will an agent's."""
     try:
         known = [*renderer.render_initial(asked, tools), *renderer.encode(_ANSWER.content)]
         renderer.render_extension([*asked, _ANSWER], [_NEXT], tools, known)

@@ -50,7 +50,7 @@ class HoldingBalancer(MeteredLoadBalancer):
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}  # by a number of their own: a conversation may ask several times at once
         self._numbers = itertools.count()
-        self._begun: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # conversation -> order
+        self._arrivals: LRUCache[str, int] = LRUCache(maxsize=self._request_id_to_server.maxsize)  # of conversations
         self._order = itertools.count()
         self._leaving: set[tuple[str, str]] = set()  # asked to leave their replica, and still there
         self._cooling_down, self._route_pending = False, False  # see `_route`
@@ -61,8 +61,8 @@ class HoldingBalancer(MeteredLoadBalancer):
     ) -> tuple[str, Any]:
         """As its parent's, except that the answer may have to wait until another request has ended."""
         request = Request(request_id, *args, **named)
-        if request_id not in self._begun:
-            self._begun[request_id] = next(self._order)
+        if request_id not in self._arrivals:
+            self._arrivals[request_id] = next(self._order)
         self._begin_turn(request)
         able = self._able(request.floor)
         at_home = self._request_id_to_server.get(request_id) in able
@@ -153,7 +153,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             for held in waiting.values():
                 held.place.set_result("")  # to be refused there, as verl expects
             return
-        order = sorted(waiting, key=lambda number: self._begun.get(waiting[number].request.conversation, 0))
+        order = sorted(waiting, key=lambda number: self._arrivals.get(waiting[number].request.conversation, 0))
         requests = [self._pending(number, waiting[number].request, place) for place, number in enumerate(order)]
         for decision in self.rules.policy.route(requests, self._loads()):
             if not isinstance(decision, Route) or waiting[decision.request].place.done():
@@ -169,7 +169,7 @@ class HoldingBalancer(MeteredLoadBalancer):
             request=number,
             version=request.floor,
             tokens=request.tokens,
-            begun=(place,),
+            arrival=(place,),
             long=request.session in self._outlasting,
             near=self._near(request),
         )

@@ -34,7 +34,7 @@ from seamless_verl.verl_adapter.rollout.request_log import (
 )
 from seamless_verl.verl_adapter.vllm.engine_cache import name_of_turn
 
-OnKept = Callable[[Generation], None]
+OnProgress = Callable[[Generation], None]
 _ABORT_REASONS = ("aborted", "abort")
 _ERROR_REASON = "error"
 # By how often in a row a replica has refused outright: it is handed to the trainer, or verl's enable_switch registers
@@ -87,13 +87,13 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         prompt_ids: list[int],
         sampling_params: dict[str, Any],
         decode: Decode | None = None,
-        begun: Generation | None = None,
-        on_kept: OnKept | None = None,
+        resume_from: Generation | None = None,
+        on_progress: OnProgress | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
         """Generate to the end, across any number of interruptions; see `PartialGeneration`.
 
-        ``begun`` and ``on_kept`` are those of a `GenerationRequest`.
+        ``resume_from`` and ``on_progress`` are those of a `GenerationRequest`.
         ``sampling_params`` is not changed. A budget is always told: verl's server would otherwise derive a fresh one
         from the grown prompt. Without ``decode`` (token ids to text) stop strings are found within a call
         only, as under verl's own client.
@@ -109,14 +109,14 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         if self._oldest_first and not kwargs.get("priority"):  # verl's single_turn_agent says 0, which is none
             kwargs["priority"] = request_log.began_ms(request_id)
         merged = TokenOutput(token_ids=[], log_probs=[], num_preempted=0, stop_reason="aborted")
-        is_complete = begun is not None and partial.begin(begun)
+        is_complete = resume_from is not None and partial.resume(resume_from)
         if not is_complete and cut_groups.is_cut(group):
             is_complete = partial.cut_short()
         request_log.generated(request_id, _told(partial.generation().version_spans))
         refused = 0
         while not is_complete:
             num_kept = len(partial.token_ids)
-            output = await self._call_replica(request_id, group, prompt_ids, partial, on_kept, **kwargs)
+            output = await self._call_replica(request_id, group, prompt_ids, partial, on_progress, **kwargs)
             if output is None:  # its replica died
                 is_complete = partial.break_off()
             else:
@@ -125,7 +125,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             request_log.generated(request_id, _told(partial.generation().after(num_kept).version_spans))
             if is_complete or (cut_groups.is_cut(group) and partial.cut_short()):
                 break
-            _tell(partial, on_kept)
+            _tell(partial, on_progress)
             refused = refused + 1 if output is not None and not output.token_ids else 0
             await asyncio.sleep(_BACKOFFS_S[min(refused, len(_BACKOFFS_S) - 1)])
         return _output(merged, partial, request_log.newest(request_id), budget)
@@ -136,7 +136,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         group: str,
         prompt_ids: list[int],
         partial: PartialGeneration,
-        on_kept: OnKept | None,
+        on_progress: OnProgress | None,
         **kwargs: Any,
     ) -> TokenOutput | None:
         """Generate on one replica, until it interrupts; None where it died.
@@ -151,9 +151,9 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         def take(output: TokenOutput) -> None:
             call.num_told += len(output.token_ids)
             partial.part(_generation(output))
-            _tell(partial, on_kept)
+            _tell(partial, on_progress)
 
-        every = self._tokens_at_risk(is_journalled=on_kept is not None)
+        every = self._tokens_at_risk(is_journalled=on_progress is not None)
         if 0 < every < asked.get("max_tokens", every):
             call.in_parts = functools.partial(InParts, every=every, take=take)
         with self._freed(group, call), call.recorded():
@@ -362,6 +362,6 @@ def _told(spans: Sequence[VersionSpan]) -> list[int]:
     return [span.version for span in spans if span.version is not None]
 
 
-def _tell(partial: PartialGeneration, on_kept: OnKept | None) -> None:
-    if on_kept is not None and (news := partial.news()) is not None:
-        on_kept(news)
+def _tell(partial: PartialGeneration, on_progress: OnProgress | None) -> None:
+    if on_progress is not None and (progress := partial.progress()) is not None:
+        on_progress(progress)

@@ -65,8 +65,8 @@ class VerlEngine:
                 prompt_ids=prompt_ids,
                 sampling_params=params,
                 decode=self._decode,
-                begun=request.begun,
-                on_kept=request.on_kept,
+                resume_from=request.resume_from,
+                on_progress=request.on_progress,
                 **shown,
             )
         except RayTaskError as error:

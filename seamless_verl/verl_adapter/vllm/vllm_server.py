@@ -62,7 +62,7 @@ class EngineSteps:
         self.first_tokens: LRUCache[str, float] = LRUCache(maxsize=_MOST_REQUESTS)
         self._at = 0.0  # when the step was done whose tokens come
         self._after: float | None = None  # when the one before it was; None: there were no requests
-        self._running = self._begun = self._prefilled = self._cached = 0
+        self._running = self._num_first = self._prefilled = self._cached = 0
         self._busy = False
         self._processor = processor
         self._process = processor.process_outputs
@@ -82,7 +82,7 @@ class EngineSteps:
             if output.prefill_stats is not None:
                 if state:
                     self.first_tokens[state.external_req_id] = time.monotonic()
-                self._begun += 1
+                self._num_first += 1
                 self._prefilled += output.prefill_stats.num_computed_tokens
         done = self._process(outputs, timestamp, *args, **kwargs)
         self._busy = bool(self._processor.request_states)
@@ -91,8 +91,8 @@ class EngineSteps:
     def _end_step(self) -> None:
         if self._after is not None and self._running:
             seconds = self._at - self._after
-            self.latest.append(EngineStep(seconds, self._running, self._begun, self._prefilled, self._cached))
-        self._running = self._begun = self._prefilled = self._cached = 0
+            self.latest.append(EngineStep(seconds, self._running, self._num_first, self._prefilled, self._cached))
+        self._running = self._num_first = self._prefilled = self._cached = 0
 
 
 class _Parts:

@@ -283,7 +283,7 @@ async def test_a_long_answer_leaves_its_replica_in_parts_and_whoever_has_them_go
     every = int(replica.client.config.seamless.supervise.tokens_at_risk)
     told: list[Any] = []
     asked = {**replica.long, "temperature": 0.0}
-    whole = await replica.client.generate("parts", prompt_ids=PROMPT, sampling_params=asked, on_kept=told.append)
+    whole = await replica.client.generate("parts", prompt_ids=PROMPT, sampling_params=asked, on_progress=told.append)
     kept = [token for part in told for token in part.token_ids]
     log_probs = [log_prob for part in told for log_prob in part.log_probs]
     assert (kept, log_probs) == (whole.token_ids[: len(kept)], whole.log_probs[: len(kept)])
@@ -295,7 +295,7 @@ async def test_a_long_answer_leaves_its_replica_in_parts_and_whoever_has_them_go
     more: list[Any] = []
     begun = told[0]
     later = await replica.client.generate(
-        "later", prompt_ids=PROMPT, sampling_params=asked, begun=begun, on_kept=more.append
+        "later", prompt_ids=PROMPT, sampling_params=asked, resume_from=begun, on_progress=more.append
     )
     assert len(later.token_ids) == 900
     known = [token for part in (begun, *more) for token in part.token_ids]
@@ -316,7 +316,9 @@ async def test_an_answer_that_is_whole_and_one_that_is_cut_short_are_what_their_
     if finish is FinishReason.ABORTED:
         cut_groups.cut(["held"])
     with request_log.session("held", 0):
-        output = await replica.client.generate("held", prompt_ids=PROMPT, sampling_params=replica.long, begun=begun)
+        output = await replica.client.generate(
+            "held", prompt_ids=PROMPT, sampling_params=replica.long, resume_from=begun
+        )
     cut_groups.forget("held")
     assert (output.token_ids, output.log_probs) == (list(begun.token_ids), list(begun.log_probs))
     assert output.stop_reason == reason
@@ -331,7 +333,9 @@ async def test_an_answer_in_parts_is_ended_and_cancelled_like_any_other(replica:
     told: list[Any] = []
 
     def asking(name: str) -> asyncio.Task[Any]:
-        generate = replica.client.generate(name, prompt_ids=PROMPT, sampling_params=replica.long, on_kept=told.append)
+        generate = replica.client.generate(
+            name, prompt_ids=PROMPT, sampling_params=replica.long, on_progress=told.append
+        )
         return asyncio.ensure_future(generate)
 
     left = asking("left in parts")

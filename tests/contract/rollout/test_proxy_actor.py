@@ -113,7 +113,7 @@ async def test_a_killed_proxy_comes_back_at_its_address_and_sessions_go_on(
         _kill()  # while the engine generates: the SDK asks again
         await asking
         assert engine.num_cancelled == 1
-        begun = engine.requests[-1].begun
+        begun = engine.requests[-1].resume_from
         assert begun is not None, "it goes on with the tokens that there were"
         assert len(begun.token_ids) == 2
     _kill()
@@ -230,6 +230,6 @@ async def test_the_next_workers_agents_are_given_what_those_of_the_dead_one_were
         await admin.close()
         await proxy.close()
     first, again = engine.requests
-    assert first.begun is None
-    assert again.begun is not None
-    assert again.begun.finish_reason is FinishReason.STOP, "nothing is generated"
+    assert first.resume_from is None
+    assert again.resume_from is not None
+    assert again.resume_from.finish_reason is FinishReason.STOP, "nothing is generated"

@@ -141,7 +141,7 @@ async def test_an_answer_under_a_grammar_goes_on_where_the_engine_moves_grammars
         sampling={"max_tokens": 100, "structured_outputs": {"json": {}}},
         deadline=time.time() + 60,
         on_tokens=told.append,
-        on_kept=kept.append,
+        on_progress=kept.append,
     )
     gated = GatedEngine(engine, gate, tokenizer.decode, moves_grammars=moves_grammars)
     asking = asyncio.create_task(gated.generate(request))
@@ -163,7 +163,7 @@ async def test_an_answer_under_a_grammar_goes_on_where_the_engine_moves_grammars
         assert spans == [(1, 9), (2, len(answer.token_ids) - 9)]
         (part,) = kept
         told.clear()
-        later = await gated.generate(replace(request, begun=part))
+        later = await gated.generate(replace(request, resume_from=part))
         assert (list(later.token_ids), later.version_spans[0]) == (list(answer.token_ids), part.version_spans[0])
         assert [token for chunk in told for token in chunk.token_ids] == list(answer.token_ids)
     else:

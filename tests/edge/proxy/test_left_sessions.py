@@ -59,10 +59,10 @@ async def _asks(
     return answers
 
 
-def _begun(proxy: Served) -> list[tuple[int, str]]:
+def _resumed(proxy: Served) -> list[tuple[int, str]]:
     """With how many tokens the engine was asked to begin, and why they end."""
-    begun = [request.begun for request in proxy.engine.requests]
-    return [(len(one.token_ids), one.finish_reason.value) if one else (0, "") for one in begun]
+    resumed = [request.resume_from for request in proxy.engine.requests]
+    return [(len(one.token_ids), one.finish_reason.value) if one else (0, "") for one in resumed]
 
 
 async def _rows(proxy: Served, session: SessionHandle) -> tuple[Row, ...]:
@@ -136,8 +136,8 @@ async def test_the_same_requests_are_given_the_same_answers_and_the_unfinished_o
         assert unfinished.startswith("the quick"), "the dead agent's beginning"
         assert new == "the other fine fox says 7"
         ends = [(KEPT_TOKENS, "length"), (KEPT_TOKENS, "aborted"), (0, "")]
-        assert _begun(proxy)[1:] == ends, "what had not been begun is generated"
-        assert _begun(proxy)[0][1] == "stop", "a whole answer: the engine makes no token of it"
+        assert _resumed(proxy)[1:] == ends, "what had not been begun is generated"
+        assert _resumed(proxy)[0][1] == "stop", "a whole answer: the engine makes no token of it"
         (row,) = await _rows(proxy, session)
         # The fake writes the rest of an answer that it goes on with under version 9.
         assert 9 in [span.version for span in row.version_spans]
@@ -150,24 +150,24 @@ async def test_an_attempt_that_was_over_gets_the_same_row(dead: Dead) -> None:
         (row,), (was,) = await _rows(proxy, session), dead.over
         assert (list(row.token_ids), row.version_spans) == (list(was.token_ids), was.version_spans)
         assert list(row.log_probs) == list(was.log_probs)
-        assert [why for _, why in _begun(proxy)] == ["stop", "stop"]
+        assert [why for _, why in _resumed(proxy)] == ["stop", "stop"]
 
 
 async def test_an_attempt_whose_rows_nobody_had_taken_yet_is_found_too(dead: Dead) -> None:
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, await proxy.open(**{**SPEC, "index": 3}), ["go"])
-        assert [why for _, why in _begun(proxy)] == ["stop"]
+        assert [why for _, why in _resumed(proxy)] == ["stop"]
 
 
 async def test_each_sample_of_a_request_is_given_again_in_its_place(dead: Dead) -> None:
     async with _worker(dead.folder) as proxy:
         session = await proxy.open(**{**SPEC, "index": 4})
         await _asks(proxy, session, ["do it"], n=2)
-        assert [why for _, why in _begun(proxy)] == ["stop", "stop"]
+        assert [why for _, why in _resumed(proxy)] == ["stop", "stop"]
         one, other = (request.request_id for request in proxy.engine.requests)
         assert one != other
         await _asks(proxy, session, ["do it"], n=2)  # delivered, so these are two further samples
-        assert [why for _, why in _begun(proxy)][2:] == ["", ""]
+        assert [why for _, why in _resumed(proxy)][2:] == ["", ""]
         assert len(await _rows(proxy, session)) == 4
 
 
@@ -175,7 +175,7 @@ async def test_an_agent_whose_tools_say_otherwise_goes_its_own_way(dead: Dead) -
     async with _worker(dead.folder) as proxy:
         session = await proxy.open(**SPEC)
         await _asks(proxy, session, ["do it", "tool says 7", "tool says 2"])
-        assert [why for _, why in _begun(proxy)] == ["stop", "", ""]
+        assert [why for _, why in _resumed(proxy)] == ["stop", "", ""]
         assert len(await _rows(proxy, session)) == 1, "what nobody asked for again is in none"
 
 
@@ -189,20 +189,20 @@ async def test_another_attempt_and_one_under_another_reservation_are_given_nothi
 ) -> None:
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, await proxy.open(**{**SPEC, **other}), ["do it"])
-        assert _begun(proxy) == [(0, "")]
+        assert _resumed(proxy) == [(0, "")]
 
 
 async def test_an_attempt_that_was_given_up_leaves_nothing(dead: Dead) -> None:
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, await proxy.open(**{**SPEC, "index": dead.given_up}), ["do it"])
-        assert _begun(proxy) == [(0, "")]
+        assert _resumed(proxy) == [(0, "")]
 
 
 async def test_only_one_session_is_given_them(dead: Dead) -> None:
     async with _worker(dead.folder) as proxy:
         for reason in ("stop", ""):
             await _asks(proxy, await proxy.open(**SPEC), ["do it"])
-            assert _begun(proxy)[-1][1] == reason
+            assert _resumed(proxy)[-1][1] == reason
 
 
 async def test_a_proxy_that_dies_in_between_goes_on_with_what_was_not_asked_for_yet(dead: Dead) -> None:
@@ -212,7 +212,7 @@ async def test_a_proxy_that_dies_in_between_goes_on_with_what_was_not_asked_for_
         await _asks(proxy, session, ["do it"], said)
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, session, ["tool says 1"], said, max_tokens=KEPT_TOKENS)
-        assert _begun(proxy) == [(KEPT_TOKENS, "length")]
+        assert _resumed(proxy) == [(KEPT_TOKENS, "length")]
         assert len(await _rows(proxy, session)) == 1
 
 
@@ -224,14 +224,14 @@ async def test_what_a_worker_itself_kept_is_not_given_to_its_later_sessions(dead
             await _rows(proxy, session)
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, await proxy.open(**{**SPEC, "index": 5}), ["do it"])
-        assert _begun(proxy) == [(0, "")]
+        assert _resumed(proxy) == [(0, "")]
 
 
 async def test_a_successor_that_died_before_it_had_a_journal_leaves_what_its_own_predecessor_left(dead: Dead) -> None:
     make_way(dead.folder / "journal.sqlite", "life 1", is_successor=True)
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, await proxy.open(**SPEC), ["do it"])
-        assert _begun(proxy)[0][1] == "stop"
+        assert _resumed(proxy)[0][1] == "stop"
 
 
 @pytest.mark.parametrize("is_successor", [False, True])
@@ -241,7 +241,7 @@ async def test_a_run_that_is_started_again_is_given_nothing_of_its_earlier_life(
     async with _worker(dead.folder) as proxy:
         for index in (1, 2):
             await _asks(proxy, await proxy.open(**{**SPEC, "index": index}), ["do it"])
-        assert _begun(proxy) == [(0, ""), (0, "")]
+        assert _resumed(proxy) == [(0, ""), (0, "")]
 
 
 @pytest.mark.parametrize("harm", ["damaged", "another format", "no kept.sqlite"])
@@ -259,7 +259,7 @@ async def test_what_cannot_be_read_is_generated_again(dead: Dead, harm: str, cap
             file.unlink()
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, await proxy.open(**SPEC), ["do it"])
-        assert (_begun(proxy)[0][1] == "stop") == (harm == "no kept.sqlite")
+        assert (_resumed(proxy)[0][1] == "stop") == (harm == "no kept.sqlite")
     assert ("generated again" in caplog.text) == (harm != "no kept.sqlite")
 
 

@@ -216,11 +216,11 @@ async def test_what_is_kept_comes_before_the_answer_and_goes_to_who_continues_it
     engine.keeps = 3
     kept: list[Generation] = []
     async with linked(engine) as (remote, _):
-        whole = await remote.generate(replace(_request(), on_kept=kept.append))
+        whole = await remote.generate(replace(_request(), on_progress=kept.append))
         (told,) = kept
         assert list(told.token_ids) == list(whole.token_ids[:3])
         assert list(told.log_probs) == list(whole.log_probs[:3])
-        again = await remote.generate(replace(_request(), begun=told))
+        again = await remote.generate(replace(_request(), resume_from=told))
     assert list(again.token_ids) == list(whole.token_ids)
     assert again.version_spans[0] == told.version_spans[0]
-    assert engine.requests[-1].begun == told
+    assert engine.requests[-1].resume_from == told

@@ -70,8 +70,8 @@ async def test_after_the_death_of_a_proxy_an_answer_keeps_its_tokens_and_their_v
         answer = (await proxy.post(handle, BODY)).json()
         assert answer["choices"][0]["message"]["content"] == _script("")
         (request,) = proxy.engine.requests
-        assert request.begun is not None
-        assert len(request.begun.token_ids) == KEPT
+        assert request.resume_from is not None
+        assert len(request.resume_from.token_ids) == KEPT
         assert _num_parts(copy) == 0, "it is in the journal as a whole"
         first, rest = _spans(await proxy.admin.close_session(handle.id))
     assert (first.version, first.stop - first.start, rest.version) == (3, KEPT, 9)
@@ -82,7 +82,7 @@ async def test_another_request_begins_its_own_answer(tmp_path: Path) -> None:
     async with _on(copy) as proxy:
         await proxy.post(handle, {**BODY, "messages": [{"role": "user", "content": "ho"}]})
         await proxy.post(handle, {**BODY, "temperature": 0.5})
-        assert [request.begun for request in proxy.engine.requests] == [None, None]
+        assert [request.resume_from for request in proxy.engine.requests] == [None, None]
         await proxy.admin.close_session(handle.id)
     assert _num_parts(copy) == 0, "the session is over"
 
@@ -92,7 +92,7 @@ async def test_alternatives_are_not_kept_so_an_answer_with_them_begins_again(tmp
     handle, copy = await _killed_in_mid_answer(tmp_path, **wishes)
     async with _on(copy) as proxy:
         answer = (await proxy.post(handle, {**BODY, **wishes})).json()
-        assert [request.begun for request in proxy.engine.requests] == [None]
+        assert [request.resume_from for request in proxy.engine.requests] == [None]
         assert len(answer["choices"][0]["logprobs"]["content"]) > KEPT
         assert (await proxy.admin.close_session(handle.id)).audit.is_clean
 
@@ -103,7 +103,7 @@ async def test_a_damaged_part_is_not_gone_on_from(tmp_path: Path) -> None:
         db.execute("UPDATE unfinished SET body = CAST(substr(body, 1, length(body) - 1) || x'00' AS BLOB)")
     async with _on(copy) as proxy:
         await proxy.post(handle, BODY)
-        assert [request.begun for request in proxy.engine.requests] == [None]
+        assert [request.resume_from for request in proxy.engine.requests] == [None]
         assert len(_spans(await proxy.admin.close_session(handle.id))) == 2, "both versions of the fake's whole answer"
 
 
@@ -114,9 +114,9 @@ async def test_an_engine_that_fails_in_mid_answer_goes_on_with_it_when_asked_aga
         assert (await proxy.post(handle, BODY)).status_code == 503
         proxy.engine.failure = None
         assert (await proxy.post(handle, BODY)).status_code == 200
-        begun = proxy.engine.requests[-1].begun
-        assert begun is not None
-        assert len(begun.token_ids) == KEPT
+        earlier = proxy.engine.requests[-1].resume_from
+        assert earlier is not None
+        assert len(earlier.token_ids) == KEPT
         assert len(_spans(await proxy.admin.close_session(handle.id))) == 2
 
 
@@ -129,7 +129,7 @@ async def test_a_second_sample_asked_for_meanwhile_is_one_of_its_own() -> None:
         proxy.engine.delay_s = 0.0
         other = await proxy.post(handle, BODY, **{"x-stainless-retry-count": "0"})
         assert other.status_code == 200
-        assert [request.begun for request in proxy.engine.requests] == [None, None]
+        assert [request.resume_from for request in proxy.engine.requests] == [None, None]
         assert len({request.request_id for request in proxy.engine.requests}) == 2
         first.cancel()
 

@@ -121,7 +121,7 @@ async def test_pictures_of_several_turns_stand_where_the_recorded_prompt_has_the
     folder = model_folder(tmp_path / "model")
     history: list[Any] = []
     async with _proxy(url, folder, tmp_path / "record") as proxy:
-        assert proxy.ready.blind == ""
+        assert proxy.ready.no_images_reason == ""
         num_tried, handle = len(server.shown), await proxy.open()
         for turn in (_user("hi"), _user(RED, "what?"), _user("and", BLUE, RED)):
             history.append(turn)
@@ -217,7 +217,7 @@ async def test_a_model_without_eyes_is_neither_shown_nor_forbidden_anything(
         answer = await proxy.ask(handle, [_user(RED)])
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_content")
         assert "this model takes text only" in answer.json()["error"]["message"]
-    assert proxy.ready.blind == ""
+    assert proxy.ready.no_images_reason == ""
     assert (server.shown, server.asked) == ([], [])
     assert all("bad_words" not in body for body in server.completed)
 
@@ -272,7 +272,7 @@ async def test_a_server_that_cannot_be_shown_pictures_is_named_at_the_start_and_
     for name, value in broken.items():
         setattr(server, name, value)
     async with _proxy(url, model_folder(tmp_path / "model")) as proxy:
-        assert why in proxy.ready.blind
+        assert why in proxy.ready.no_images_reason
         handle = await proxy.open()
         answer = await proxy.ask(handle, [_user("see", RED)])
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_content")

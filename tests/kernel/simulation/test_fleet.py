@@ -43,7 +43,7 @@ def test_the_router_is_told_the_version_of_a_session_and_serves_the_most_stale_f
     Simulation(scenario("staleflow", workload=work, eta=1)).run()
     assert max(newest for _, newest in seen) > 3
     assert all(newest - 1 <= request.version <= newest for pending, newest in seen for request in pending)
-    behind = [[(request.version, request.begun) for request in pending] for pending, _ in seen]
+    behind = [[(request.version, request.arrival) for request in pending] for pending, _ in seen]
     assert all(order == sorted(order) for order in behind)
     assert any(order[0][0] < order[-1][0] for order in behind)  # interrupted sessions beside new ones
 

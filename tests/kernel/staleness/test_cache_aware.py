@@ -36,8 +36,8 @@ def load(name: str, running: int = 1, kept: int = 0, version: int = 0, pace: Eng
     )
 
 
-def ask(name: str, tokens: int = 100, begun: int = 0, near: str = "", version: int = 0) -> PendingRequest:
-    return PendingRequest(request=name, version=version, tokens=tokens, begun=(begun,), near=near)
+def ask(name: str, tokens: int = 100, arrival: int = 0, near: str = "", version: int = 0) -> PendingRequest:
+    return PendingRequest(request=name, version=version, tokens=tokens, arrival=(arrival,), near=near)
 
 
 def place(policy: CacheAware, request: PendingRequest, *loads: ReplicaLoad) -> str | None:
@@ -64,7 +64,7 @@ def test_where_prefilling_costs_less_than_a_small_batch_nobody_waits() -> None:
 
 
 def test_nobody_overtakes_whoever_waits_for_room() -> None:
-    requests = [ask("young", tokens=10, begun=2), ask("old", tokens=600, begun=1)]
+    requests = [ask("young", tokens=10, arrival=2), ask("old", tokens=600, arrival=1)]
     decisions = {each.request: each for each in POLICY.route(requests, [load("a", kept=850)])}
     assert isinstance(decisions["old"], Hold)
     assert isinstance(decisions["young"], Hold)
@@ -82,7 +82,7 @@ def test_a_group_stays_together_until_its_replica_has_too_many_more_requests() -
 
 
 def test_whoever_is_first_to_have_a_version_gets_its_share_of_all_that_need_it() -> None:
-    requests = [ask(f"q{n}", tokens=1, begun=n, version=4) for n in range(6)]
+    requests = [ask(f"q{n}", tokens=1, arrival=n, version=4) for n in range(6)]
     decisions = POLICY.route(requests, [load("old", running=2, version=3), load("new", running=2, version=4)])
     assert sum(isinstance(each, Route) for each in decisions) == 3, "of ten requests both have five then"
 

@@ -190,7 +190,7 @@ def test_nothing_is_migrated_without_an_expected_gain() -> None:
 
 
 def test_of_equally_stale_requests_the_older_session_goes_first() -> None:
-    younger, older = replace(request("y"), begun=(2,)), replace(request("o"), begun=(1, 9))
+    younger, older = replace(request("y"), arrival=(2,)), replace(request("o"), arrival=(1, 9))
     decisions = MarginalGain(cost=COST).route([younger, older], [load("only", room=1000)])
     assert [(type(decision), decision.request) for decision in decisions] == [(Route, "o"), (Hold, "y")]
 

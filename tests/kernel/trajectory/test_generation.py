@@ -210,7 +210,7 @@ def test_what_an_attempt_told_survives_it_and_is_handed_out_once(
             _hand_out(partial, handed)
         if version == begins:
             partial = PartialGeneration(sampling, _decode)
-            is_complete = partial.begin(handed.generation())
+            is_complete = partial.resume(handed.generation())
         else:
             is_complete = partial.break_off() if dies else partial.add(attempt)
         if is_complete:
@@ -228,25 +228,25 @@ def test_what_an_attempt_told_survives_it_and_is_handed_out_once(
 
 
 def _hand_out(partial: PartialGeneration, handed: PartialGeneration) -> None:
-    if (news := partial.news()) is not None:
-        handed.begin(news)
+    if (news := partial.progress()) is not None:
+        handed.resume(news)
 
 
 def test_a_whole_answer_is_taken_over_as_it_was() -> None:
     whole = _attempt([0, 1, 2], 0, {"max_tokens": 9}, version=1, patience=None)
     assert whole.finish_reason is FinishReason.STOP
     partial = PartialGeneration({"max_tokens": 9, "stop": [_decode([1])]}, _decode)
-    assert partial.begin(whole), "its holder has looked for stop strings"
+    assert partial.resume(whole), "its holder has looked for stop strings"
     assert replace(partial.generation(), alternatives=()) == whole
     cut = PartialGeneration({"max_tokens": 2}, _decode)
-    assert cut.begin(whole)
+    assert cut.resume(whole)
     assert (cut.generation().token_ids, cut.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)
     again = PartialGeneration({"max_tokens": 9}, _decode)
-    assert again.begin(cut.generation()), "its length ended it, and it stays as it was recorded"
+    assert again.resume(cut.generation()), "its length ended it, and it stays as it was recorded"
     assert (again.generation().token_ids, again.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)
 
 
 def test_who_goes_on_with_more_than_there_is_room_for_has_all() -> None:
     partial = PartialGeneration({"max_tokens": 2}, None)
-    assert partial.begin(_attempt([0, 1, 0], 0, {"max_tokens": 9}, version=1, patience=3))
+    assert partial.resume(_attempt([0, 1, 0], 0, {"max_tokens": 9}, version=1, patience=3))
     assert (partial.generation().token_ids, partial.generation().finish_reason) == ([0, 1], FinishReason.LENGTH)

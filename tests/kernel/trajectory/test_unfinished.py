@@ -17,7 +17,9 @@ ASKED, PROMPT = b"request", b"prompt"
 def _parts(sizes: list[int]) -> list[UnfinishedPart]:
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     known = UnfinishedAnswers()
-    return [known.more("a", ASKED, PROMPT, _between(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return [
+        known.progressed("a", ASKED, PROMPT, _between(end - size, end)) for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _between(start: int, end: int) -> Generation:
@@ -51,13 +53,13 @@ def test_what_is_claimed_is_what_was_told_up_to_the_first_hole(sizes: list[int],
 
 def test_an_answer_has_one_holder_and_only_its_own_prompt() -> None:
     answers = UnfinishedAnswers()
-    answers.more("a", ASKED, PROMPT, TOKENS)
+    answers.progressed("a", ASKED, PROMPT, TOKENS)
     assert answers.claim(ASKED, b"another prompt", new="b") == ("b", None)
     assert answers.claim(b"another request", PROMPT, new="c") == ("c", None)
     assert answers.claim(ASKED, PROMPT, new="d", is_whole=True) == ("d", None)
     assert answers.claim(ASKED, PROMPT, new="e")[0] == "a"
     assert answers.claim(ASKED, PROMPT, new="f") == ("f", None), "somebody has it"
-    answers.more("f", ASKED, PROMPT, TOKENS)
+    answers.progressed("f", ASKED, PROMPT, TOKENS)
     assert answers.claim(ASKED, PROMPT, new="g") == ("g", None), "whoever began it has it"
     answers.release("a", is_over=False)
     assert answers.claim(ASKED, PROMPT, new="h")[0] == "a"
@@ -69,10 +71,10 @@ def test_an_answer_has_one_holder_and_only_its_own_prompt() -> None:
 
 def test_what_was_given_up_long_ago_leaves_and_what_somebody_holds_stays() -> None:
     answers = UnfinishedAnswers()
-    answers.more("held", ASKED, PROMPT, TOKENS)
+    answers.progressed("held", ASKED, PROMPT, TOKENS)
     assert answers.claim(ASKED, PROMPT, new="a")[0] == "held"
     for number in range(1000):
-        answers.more(f"{number}", b"other", PROMPT, TOKENS)
+        answers.progressed(f"{number}", b"other", PROMPT, TOKENS)
     assert answers.num_tokens <= 64 * len(TOKENS.token_ids)
     answers.release("held", is_over=False)
     assert answers.claim(ASKED, PROMPT, new="a")[0] == "held"
@@ -84,11 +86,11 @@ def test_answers_that_somebody_holds_keep_their_beginnings_however_many_there_ar
         assert answers.claim(ASKED, PROMPT, new=f"{number}") == (f"{number}", None)
     sizes = [7, 1, 4]
     for number in range(65):
-        assert [answers.more(f"{number}", ASKED, PROMPT, part.tokens) for part in _parts(sizes)] == [
+        assert [answers.progressed(f"{number}", ASKED, PROMPT, part.tokens) for part in _parts(sizes)] == [
             replace(part, answer=f"{number}") for part in _parts(sizes)
         ]
     assert answers.num_tokens == 65 * sum(sizes)
-    answers.more("nobody's", b"other", PROMPT, TOKENS)
+    answers.progressed("nobody's", b"other", PROMPT, TOKENS)
     assert answers.num_tokens == 65 * sum(sizes), "it may go"
     answers.release("3", is_over=False)
     answer, begun = answers.claim(ASKED, PROMPT, new="new")
@@ -102,7 +104,7 @@ def test_whole_answers_of_a_dead_workers_agents_wait_to_be_asked_for_however_man
         digest = f"{number}".encode()
         answers.add(UnfinishedPart(answer=f"{number}", digest=digest, prompt=PROMPT, start=0, tokens=whole))
     for number in range(100):
-        answers.more(f"begun {number}", b"other", PROMPT, TOKENS)
+        answers.progressed(f"begun {number}", b"other", PROMPT, TOKENS)
     for number in range(100):
         answer, begun = answers.claim(f"{number}".encode(), PROMPT, new="new")
         assert begun is not None
