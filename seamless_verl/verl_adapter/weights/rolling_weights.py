@@ -37,7 +37,7 @@ from seamless_verl.verl_adapter.slices.deaths import story_of
 from seamless_verl.verl_adapter.weights import weight_store
 from seamless_verl.verl_adapter.weights.shared_engine import make_room
 from seamless_verl.verl_adapter.weights.weight_carrier import Carrier, carrier_of, node_of
-from seamless_verl.verl_adapter.weights.weight_store import SHARED
+from seamless_verl.verl_adapter.weights.weight_store import SHARED, WeightsRefused
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
 _log = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ class RollingWeights:
         story = story_of(cause)
         before, now = state.version, time.monotonic()
         with self._news:
-            if type(cause).__name__ == "WeightsRefused":
+            if isinstance(cause, WeightsRefused):
                 if not state.refused:
                     state.refused_since = now
                     _log.warning("%s refused version %s, is asked again (%s)", name_of(replica), self._newest, story)
