@@ -109,13 +109,16 @@ class RollingWeights:
         self._folder = folder
         self._carrier = carrier
         self._config = config
-        self._keep = config.cache == "keep"
+        keep = config.cache == "keep"
+        self._source = {"folder": str(folder), "keep": keep, "router": router, "carrier": carrier}  # of every pull
         self._sync = synchronisation_of(config)
         self._router = router
         self._record = record
         self._clock = clock
-        self._say, self._told_slow = say, False
-        self._published_at, self._pulls_s = 0.0, list[float]()  # seconds of those that have ended since
+        self._say = say
+        self._said_slow = False
+        self._published_at = 0.0
+        self._pulls_s: list[float] = []  # of the pulls that have ended since
         self._limit_s = limit_s
         self._newest: int | None = None
         self._copy_s = 0.0  # to another node a pull begins with a copy of the version
@@ -150,16 +153,16 @@ class RollingWeights:
         if self._newest == version:
             return
         began = time.perf_counter()
-        told = ray.get(self._actor_wg.update_weights(global_steps=version, mode=SHARED))
-        self._published = {key: value for each in told if isinstance(each, dict) for key, value in each.items()}
+        answers = ray.get(self._actor_wg.update_weights(global_steps=version, mode=SHARED))
+        self._published = {key: value for each in answers if isinstance(each, dict) for key, value in each.items()}
         self._published["weights/wait_s"] = time.perf_counter() - began
         self._copy_s = self._published.get("weights/bytes", 0.0) / _SLOWEST
         with self._news:
             step_s, self._published_at = self._clock() - self._published_at, self._clock()
             story = too_slow(self._config, len(self._states), self._pulls_s, step_s)
             self._pulls_s = []
-            if story and not self._told_slow:
-                self._told_slow = True
+            if story and not self._said_slow:
+                self._said_slow = True
                 self._say(story)
             self._newest = version
             self._news.notify_all()
@@ -175,8 +178,10 @@ class RollingWeights:
         """
         workers = [worker for replica in replicas for worker in replica.workers]  # others may be starting a replica
         ray.get([worker.__ray_call__.remote(make_room) for worker in workers], timeout=_WAKE_S)
-        told = str(self._folder), version, self._keep, self._router
-        calls = {each: each.servers[0].wake_with.remote(*told, each.server_address, self._carrier) for each in replicas}
+        calls = {
+            each: each.servers[0].wake_with.remote(version=version, address=each.server_address, **self._source)
+            for each in replicas
+        }
         failed: dict[RolloutReplica, RayError] = {}
         until = time.monotonic() + _WAKE_S
         for replica, call in calls.items():
@@ -267,7 +272,7 @@ class RollingWeights:
         now = time.monotonic()
         self._ask_loads(states)
         named = {name_of(replica): replica for replica in states}
-        told = [
+        replicas = [
             ReplicaWeights(
                 replica=name,
                 version=states[replica].version,
@@ -280,7 +285,7 @@ class RollingWeights:
             if states[replica].again_at <= now
         ]
         wanted = ray.get(self._router.wanted.remote(), timeout=self._limit_s)
-        for pull in self._sync.pulls(newest, told, wanted):
+        for pull in self._sync.pulls(newest, replicas, wanted):
             replica = named[pull.replica]
             self._pull(replica, states[replica], pull)
 
@@ -298,8 +303,7 @@ class RollingWeights:
         self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
         state.limit_s = self._limit_s + self._copying_s(replica, state.servers[0])
         state.since = time.monotonic()
-        told = str(self._folder), pull.at_least, self._keep, self._router, address, self._carrier
-        state.call = state.servers[0].pull.remote(*told)
+        state.call = state.servers[0].pull.remote(at_least=pull.at_least, address=address, **self._source)
 
     def _finish(self) -> None:
         for replica, state in self._living().items():
