@@ -91,7 +91,7 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         health = ReplicaHealth(self.replicas)
         in_group = self.backend != "naive"
         with _Transfer(self.actor_wg.workers, self.replicas, health, global_steps) as transfer:
-            begun = transfer.sent(members.begin, transfer.id, in_group)
+            begun = transfer.begin(in_group)
             dead = health.deaths(_LOOK_S)  # answered beside it: a slice that wakes waits for one round of calls
             if dead:
                 raise TransferBroken(global_steps, dead, "")
@@ -126,7 +126,7 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         transfer.control(self._resume())
         transfer.all(members.give_back)  # while replicas generate again
         self._group = transfer.workers
-        return {key: value for told in results[:trainers] if isinstance(told, dict) for key, value in told.items()}
+        return {key: value for each in results[:trainers] if isinstance(each, dict) for key, value in each.items()}
 
     async def _pause(self) -> None:
         await self.abort_replicas()
@@ -189,13 +189,16 @@ class _Transfer:
         return self.calls_of(references)
 
     def all(self, function: Any, *arguments: Any) -> None:
-        """A function in every member's process."""
-        self.finish(self.sent(function, *arguments))
+        """Run a function in every member's process."""
+        self.finish(self._sent(function, *arguments))
 
-    def sent(self, function: Any, *arguments: Any) -> Calls:
-        """The calls of it; `members.begin` is told whose engine the member sends to."""
-        told = {w: (owner,) if function is members.begin else () for w, owner in self._owners.items()}
-        return {w.__ray_call__.remote(function, *arguments, *told[w]): w for w in self.workers}
+    def _sent(self, function: Any, *arguments: Any) -> Calls:
+        return {w.__ray_call__.remote(function, *arguments): w for w in self.workers}
+
+    def begin(self, in_group: bool) -> Calls:
+        """Have every member listen to what is said of this transfer, and of the replica whose engine it sends to."""
+        owners = self._owners.items()
+        return {w.__ray_call__.remote(members.begin, self.id, in_group, owner): w for w, owner in owners}
 
     def meet(self) -> None:
         """Until everybody hears what the trainer says of its buckets: ZeroMQ drops what comes before a subscription.
@@ -204,8 +207,7 @@ class _Transfer:
         bucket waits for it for ever. Remove when it does.
         """
         master = self._trainers[0]
-        hearing = {w.__ray_call__.remote(members.hear): w for w in self.workers}
-        self.finish(hearing, meanwhile=lambda: master.__ray_call__.remote(members.greet, False))
+        self.finish(self._sent(members.hear), meanwhile=lambda: master.__ray_call__.remote(members.greet, False))
         master.__ray_call__.remote(members.greet, True)
         self.all(members.skip_greetings)
 
