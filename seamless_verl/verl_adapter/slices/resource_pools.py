@@ -208,12 +208,12 @@ def _planned(asked: Sequence[GroupedGpus], limit_s: float, say: Callable[[str], 
     if plan(rooms(free=False), asked) is None:
         raise _refused("no way was found to place it, even on empty nodes", asked, free=False)
     deadline = time.monotonic() + limit_s
-    told = False
+    was_said = False
     while (nodes := plan(rooms(), asked)) is None:
         if time.monotonic() >= deadline:
             raise _refused(f"others held the GPUs for {limit_s:.0f} s", asked)
-        if not told:
-            told = True
+        if not was_said:
+            was_said = True
             say(f"waiting up to {limit_s:.0f} s for GPUs: {story(rooms(), asked)}")
         time.sleep(_LOOK_S)
     return nodes

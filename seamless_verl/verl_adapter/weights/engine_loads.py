@@ -41,9 +41,9 @@ def install(rollout: Any) -> None:
     rollout.vLLMColocateWorkerExtension.load_published = _load
 
 
-def _open(worker: Any, told: str) -> bool:
-    """``told`` is an encoded manifest; False: the version was superseded meanwhile."""
-    manifest = weight_store.decode(told)
+def _open(worker: Any, encoded: str) -> bool:
+    """Map the file of the ``encoded`` manifest; False: the version was superseded meanwhile."""
+    manifest = weight_store.decode(encoded)
     try:
         worker.published = manifest, weight_store.map_file(manifest.file)
     except FileNotFoundError:

@@ -123,8 +123,8 @@ def skip_greetings(worker: Any) -> None:
 def _listening(worker: Any) -> Iterator[Any]:
     """Engines that are told of buckets over ZeroMQ's PUB/SUB (verl's nccl and hccl), by others."""
     for engine in _checkpoint_engines(worker):
-        told = getattr(engine, "rank", None) is not None and engine.rank >= getattr(engine, "num_senders", 1)
-        if told and hasattr(engine, "topic"):
+        receives = getattr(engine, "rank", None) is not None and engine.rank >= getattr(engine, "num_senders", 1)
+        if receives and hasattr(engine, "topic"):
             yield engine
 
 
@@ -319,7 +319,8 @@ def fail_together(rollout: Any) -> None:
         if not self.config.free_cache_engine:
             await resume(self, tags)
         elif "weights" in tags:
-            self._update_failed, self._update_open = None, True
+            self._update_failed = None
+            self._update_open = True
             try:
                 await resume(self, tags)
             except Exception as error:  # noqa: BLE001 - raised behind the barrier

@@ -86,10 +86,10 @@ class Carrier:
             ) from error
 
     def _copied(self, folder: Path) -> Manifest | None:
-        told = ray.get(self.holder.newest.remote(), timeout=_ANSWER_S)
-        if told is None:
+        encoded = ray.get(self.holder.newest.remote(), timeout=_ANSWER_S)
+        if encoded is None:
             return None
-        there = weight_store.decode(told)
+        there = weight_store.decode(encoded)
         here = replace(there, file=str(folder / Path(there.file).name))
         if weight_store.newest(folder) != here:
             weight_store.copy(here, self._content(there))

@@ -88,9 +88,9 @@ class Manifest:
             "has unknown": sorted(new.keys() - old.keys()),
             "has another shape or type of": sorted(name for name in old.keys() & new.keys() if old[name] != new[name]),
         }
-        told = [f"{what} {len(names)} tensors ({names[0]}, …)" for what, names in problems.items() if names]
-        if told:
-            raise WeightsRefused(f"version {self.version} {' and '.join(told)}; the replica has {len(old)}")
+        differences = [f"{what} {len(names)} tensors ({names[0]}, …)" for what, names in problems.items() if names]
+        if differences:
+            raise WeightsRefused(f"version {self.version} {' and '.join(differences)}; the replica has {len(old)}")
 
     def verify(self) -> None:
         """Compare the checksums, which reads all of it.
@@ -108,8 +108,8 @@ class Manifest:
             if checksum_of(content[spec.offset : spec.offset + spec.nbytes]) != spec.checksum
         ]
         if wrong:
-            told = f"{len(wrong)} tensors ({wrong[0]}, …) whose checksums are not those that were published"
-            raise WeightsRefused(f"version {self.version} has {told}")
+            problem = f"{len(wrong)} tensors ({wrong[0]}, …) whose checksums are not those that were published"
+            raise WeightsRefused(f"version {self.version} has {problem}")
 
     def tensors_of(self, memory: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values, which lie in ``memory``."""
