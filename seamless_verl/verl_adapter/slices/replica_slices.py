@@ -6,7 +6,7 @@
     drain    off the router; interrupt with tokens kept; memory back to the trainer   hybrid replicas, chosen ones
 
 verl's transfer into hybrid replicas is collective over the trainer's workers, so lending a part of them loads the
-weights into all and puts the others to sleep again; where weights are published for whoever pulls (`RollingWeights`),
+weights into all and puts the others to sleep again; where weights are published to be pulled (`RollingWeights`),
 each lent replica takes them by itself. Except for restarts, calls return when they are done: the trainer has nothing
 else to do meanwhile, its gang is released, or it waits for it.
 """
@@ -237,7 +237,7 @@ class ReplicaSlices:
             self.addresses[slice_id] = replica.server_address
             tell_cache_sizes(self._router, {replica.server_address: replica.server_handle})
             restarted.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - told to whoever asked for the restart
+        except BaseException as error:  # noqa: BLE001 - raised where the restart was asked for
             restarted.set_exception(error)
 
 

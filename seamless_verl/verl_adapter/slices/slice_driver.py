@@ -167,7 +167,7 @@ class SliceDriver:
         """Before anything else, since a loan may take minutes: requests go elsewhere, and the time of a restart runs.
 
         Returns:
-            Who is out, and why.
+            The slices that are out, and why.
         """
         out = {c.slice: c.reason for c in commands if isinstance(c, cm.FailOver)}
         if out:
@@ -283,7 +283,7 @@ class SliceDriver:
         If none is found dead, all that were to be lent count as failed: their state is unknown.
 
         Raises:
-            WeightsLost: it is a replica whose slice only trains, which nobody can start again.
+            WeightsLost: a replica whose slice only trains died; it cannot be started again.
         """
         trainers = [s.slice.id for s in self._cluster if s.slice.lendable and Tag.ROLLOUT in s.usable]
         never_lent = [s.slice.id for s in self._cluster if s.slice.capabilities == {Tag.TRAIN}]

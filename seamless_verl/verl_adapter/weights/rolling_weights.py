@@ -1,14 +1,14 @@
 """The trainer publishes once and trains on; each standing replica pulls in its turn (`staleness.synchronisation`).
 
-publish(7) ─► into shared memory ─► returns                    a thread: who is behind ─► pull ─► done, refused, dead
-update_weights(7)   the same, then waits for replicas that have no weights at all, which serve nobody yet
+publish(7) ─► into shared memory ─► returns      a thread: replicas that are behind ─► pull ─► done, refused, dead
+update_weights(7)   the same, then waits for replicas that have no weights at all, which serve no requests yet
 wake(lent, 7)       a replica of the trainer's GPUs wakes with what is published, whatever the trainer holds meanwhile
 
-refused    nothing was loaded: it goes on with its version, and is asked again a little later; after two minutes of it
-           its server is killed, and its death is handled as any other
-broken     its load failed half-way: one more try, then the same
-silent     a pull that takes longer than its limit: the same
-dead       told to whoever publishes next (`TransferBroken`), unless the replica's requests told before
+refused    nothing was loaded: the replica goes on with its version, and is asked again a little later; after two
+           minutes of refusals its server is killed, and the death is handled as any other
+broken     the load failed half-way: one more try, then the server is killed
+silent     the pull took longer than its limit: the server is killed
+dead       the next `update_weights` raises `TransferBroken`, unless failed requests have reported the death before
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _State:
     """What is known of a replica.
 
     Attributes:
-        servers: its own, also when somebody starts it anew meanwhile and it has none, or others.
+        servers: the replica's when it joined; started anew meanwhile, the replica has others, or none yet.
         version: of its weights; None: it has none, or broke.
         call: the pull under way, since when, and for how long at most.
         broken, refused: pulls that failed in this way since the last one that did not; refused since when.
@@ -79,7 +79,7 @@ class _State:
 
 
 class RollingWeights:
-    """In the place of verl's `CheckpointEngineManager` of the standing replicas.
+    """Stands in for verl's `CheckpointEngineManager` of the standing replicas.
 
     Args:
         actor_wg: the trainer's workers, whose checkpoint engine is ``seamless_shared``.
@@ -149,7 +149,7 @@ class RollingWeights:
                 self._nodes.pop(replica, None)  # it may come back on another one
 
     def publish(self, version: int) -> None:
-        """What the trainer's workers hold, unless that version is published already."""
+        """Publish what the trainer's workers hold, unless that version is published already."""
         if self._newest == version:
             return
         began = time.perf_counter()
@@ -168,10 +168,10 @@ class RollingWeights:
             self._news.notify_all()
 
     def wake(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, RayError]:
-        """Replicas of the trainer's GPUs, which are lent and sleep, with the published weights: each by itself.
+        """Wake lent replicas of the trainer's GPUs with the published weights, each by itself.
 
         Returns:
-            Those that could not, and why; the others are awake, and their gates still closed.
+            The replicas that could not wake, and why; the others are awake, and their gates still closed.
 
         Raises:
             RayError: a worker of the trainer did not make room.
@@ -193,7 +193,7 @@ class RollingWeights:
         return failed
 
     def _copying_s(self, replica: RolloutReplica, server: Any) -> float:
-        """How much longer it may take. Who does not say at once where it is may be elsewhere, and is asked again."""
+        """Extra seconds for a copy to the replica's node; a server that does not name its node now counts as away."""
         if self._carrier is None:
             return 0.0
         if replica not in self._nodes:
@@ -290,7 +290,7 @@ class RollingWeights:
             self._pull(replica, states[replica], pull)
 
     def _ask_loads(self, states: dict[RolloutReplica, _State]) -> None:
-        """Whoever does not answer in time is taken to have as much to do as before."""
+        """Ask servers for their load; one that does not answer in time keeps the load of its last answer."""
         calls = {state.servers[0].requests.remote(): state for state in states.values()}
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)[0]:
             try:
@@ -363,7 +363,7 @@ class RollingWeights:
                 at=self._clock(), slice=replica.server_address, before=before, version=state.version, failure=story
             )
         )
-        if gives_up:  # what it holds is nobody's version, or it does not answer
+        if gives_up:  # the replica holds no whole version, keeps refusing, or does not answer
             for server in state.servers:
                 ray.kill(server)
 

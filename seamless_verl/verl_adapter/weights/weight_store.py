@@ -1,10 +1,10 @@
-"""Published weights in the shared memory of their node: written once by the trainer, mapped by whoever pulls them.
+"""Published weights in the shared memory of their node: written once by the trainer, mapped by each engine that pulls.
 
     publish(7)   7.weights.part ─► 7.weights,   7.json.part ─► 7.json,   then 6.json and 6.weights are unlinked
     newest()     the manifest with the highest number; there is one only when all of its weights are there
 
-Who has mapped a version keeps it: the kernel frees the memory when the last mapping is gone. So the store holds one
-version, two while one is published, and one more for each pull that is under way with an older one.
+A mapped version stays: the kernel frees its memory when the last mapping is gone. So the store holds one version, two
+while one is published, and one more for each older version that a pull has mapped.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def map_file(file: str) -> mmap.mmap:
-    """The bytes of a published file; private, so that nobody can change them for the others."""
+    """The bytes of a published file, as a private mapping: a change in it is not seen by other processes."""
     with open(file, "rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -162,7 +162,7 @@ def newest(folder: Path) -> Manifest | None:
 def publish(
     folder: Path, version: int, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
 ) -> Manifest:
-    """Write a version; whoever asks for the newest gets it from the return on, and older ones are unlinked.
+    """Write a version: on return it is the newest, and older ones are unlinked.
 
     Args:
         dtype: of the engines. Matrices of wider floats are cast to it, as the engine would on loading (and verl's own
