@@ -94,7 +94,15 @@ class LiveReplica:
         standing = SimpleNamespace(get_replicas=list, global_load_balancer=self.router)
         hybrid = SimpleNamespace(get_replicas=lambda: [self._replica])
         own = SimpleNamespace(update_weights=self._load)
-        self.slices = ReplicaSlices([SLICE], [], hybrid, standing, own, SimpleNamespace(replicas=[]), nullcontext)
+        self.slices = ReplicaSlices(
+            hybrid=[SLICE],
+            standing=[],
+            hybrid_servers=hybrid,
+            standing_servers=standing,
+            hybrid_weights=own,
+            standing_weights=SimpleNamespace(replicas=[]),
+            published_weights=nullcontext,
+        )
         ray.get(self.server.set_global_steps.remote(0))
         ray.get(self.router.get_total_inflight.remote())  # it is there
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from seamless_verl.verl_adapter.weights.rolling_weights import RollingWeights
+
 Switch = Callable[[str, str], None]
 
 
@@ -64,8 +66,8 @@ class FakeWeights:
         self.replicas = [replica for replica in self.replicas if replica not in replicas]
 
 
-class FakeStore:
-    """In place of `RollingWeights`; ``refuses``: addresses of replicas that cannot take what is published."""
+class FakeStore(RollingWeights):
+    """Without a thread and a folder; ``refuses``: addresses of replicas that cannot take what is published."""
 
     def __init__(self) -> None:
         self.published: list[int] = []
@@ -114,14 +116,13 @@ def fake_slices(
     (hybrid_servers, hybrid_weights), (standing_servers, standing_weights) = manager(hybrid), manager(standing)
     router.on_it.update(hybrid, standing)
     made = ReplicaSlices(
-        hybrid,
-        standing,
-        hybrid_servers,
-        standing_servers,
-        hybrid_weights,
-        standing_weights,
-        nullcontext,
-        store=store,  # type: ignore[arg-type]
+        hybrid=hybrid,
+        standing=standing,
+        hybrid_servers=hybrid_servers,
+        standing_servers=standing_servers,
+        hybrid_weights=hybrid_weights,
+        standing_weights=store or standing_weights,
+        published_weights=nullcontext,
     )
     return made, router
 

@@ -151,6 +151,7 @@ def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str]
     Raises:
         RunBroken: an actor of the run died; the error that followed from that is its cause.
     """
+    from seamless_verl.verl_adapter.dataloader.replaced_workers import ReplacingManager
     from seamless_verl.verl_adapter.slices.deaths import Watchdog
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
@@ -161,9 +162,11 @@ def _fit(config: Any, trainer: Any, start_up: StartUp, last_word: Callable[[str]
     ):
         start_up.lap("start_agent_loops")
         if isinstance(trainer, SeamlessTrainer):
-            trainer.flight.blame, trainer.before_checkpoint = watchdog.cause_of, watchdog.confirm
-            if hasattr(manager, "replace"):
-                manager.say, manager.note_death = trainer.reporter.say, trainer.flight.worker_died
+            trainer.flight.blame = watchdog.cause_of
+            trainer.before_checkpoint = watchdog.confirm
+            if isinstance(manager, ReplacingManager):
+                manager.say = trainer.reporter.say
+                manager.note_death = trainer.flight.worker_died
         try:
             trainer.fit(manager)
         except BaseException as error:
@@ -231,9 +234,13 @@ def _close_workers(workers: Sequence[Any]) -> None:
 
 def _actors(trainer: Any, manager: Any) -> dict[str, Any]:
     """Actors whose death ends the run, servers left out; by the names that people know them by."""
+    from seamless_verl.verl_adapter.dataloader.replaced_workers import ReplacingManager
+
     servers = trainer.standalone_server_manager if hasattr(trainer, "standalone_server_manager") else None
     named = {f"trainer worker {rank}": worker for rank, worker in enumerate(trainer.actor_rollout_wg.workers)}
-    if not (hasattr(manager, "replace") and getattr(getattr(trainer, "rows", None), "outlives_workers", False)):
+    if not (
+        isinstance(manager, ReplacingManager) and getattr(getattr(trainer, "rows", None), "outlives_workers", False)
+    ):
         workers = getattr(manager, "agent_loop_workers", [])
         named |= {f"rollout worker {rank}": worker for rank, worker in enumerate(workers)}
     named |= {f"reward worker {rank}": worker for rank, worker in enumerate(trainer.get_reward_handles() or [])}

@@ -1,13 +1,13 @@
 """Which actors of a run died, how a replica comes back, and how a run ends that cannot go on without one.
 
-Actors are asked again and again without waiting, since whoever lives may be too busy to answer.
+Actors are asked again and again without waiting, since a living one may be too busy to answer.
 
 * `ReplicaHealth`: a replica that died is started anew where a scheduler goes on without it (`restart_replica`): new
   servers, and where they died too, new workers beside it, under the same names. verl 0.9.1 starts a replica's parts
   once. Remove the restart when a replica can restart itself.
 * `Watchdog`: verl 0.9.1 waits without a limit for rows; an engine that dies meanwhile leaves it waiting for ever. The
   watchdog ends the wait, and with it the run, with the name of what died. Often a call that was under way or the groups
-  that fail without the engine end it first; then it is asked whether somebody's death is behind that.
+  that fail without the engine end it first; then the watchdog is asked whether a death caused that.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Liveness(Generic[Key]):
         self._asked[key] = (call, time.monotonic())
 
     def deaths(self, wait_s: float = 0.0) -> dict[Key, str]:
-        """Who was found dead, and how: the error of its process, or the end of the engine behind a server.
+        """Actors that were found dead, and how: the error of the process, or the end of the engine behind a server.
 
         The others answered, or have not answered yet.
 
@@ -198,7 +198,7 @@ def end_replicas(replicas: Sequence[RolloutReplica]) -> None:
 
 
 def kill(actors: list[Any]) -> None:
-    """And wait until they are gone; the engines that servers started end right after them."""
+    """Kill actors and wait until they are gone; the engines that servers started end right after them."""
     for actor in actors:
         ray.kill(actor)
     calls = [actor.__ray_ready__.remote() for actor in actors]
@@ -257,7 +257,7 @@ class Watchdog:
     def cause_of(self, error: BaseException) -> str | None:
         """The dead actor behind ``error``, in a line; None if all live or the user ended the run.
 
-        Whoever has not said so by itself is asked once more, which takes up to three seconds.
+        Unless a death is known already, all actors are asked once more, which takes up to three seconds.
         """
         with self._lock:
             self._stop.set()
@@ -267,13 +267,13 @@ class Watchdog:
             return self._story
 
     def confirm(self) -> None:
-        """Return if nobody is known to be dead after all were asked once more; the busy have three seconds to answer.
+        """Ask all actors once more, for up to three seconds; return unless one is known to be dead.
 
-        For a checkpoint: prompts whose groups failed because somebody died, in the seconds before that was noticed,
+        For a checkpoint: prompts whose groups failed because an actor died, in the seconds before that was noticed,
         would be left out for ever if it were written.
 
         Raises:
-            RunBroken: somebody died.
+            RunBroken: an actor died.
         """
         with self._lock:
             if self._story is None:
@@ -293,8 +293,8 @@ class Watchdog:
                 return
 
     def _end_the_wait(self, story: str) -> None:
-        """Again and again: an interrupt is lost where it is caught, or where `asyncio.run`, under Python's own handler,
-        takes the first for a cancellation, which whoever blocks the loop (`ray.get` in a coroutine) never sees.
+        """Interrupt the main thread again and again: an interrupt is lost where it is caught, or where `asyncio.run`,
+        under Python's own handler, takes the first for a cancellation, which a blocked loop (`ray.get`) never sees.
         """
         last_resort = threading.Timer(_LAST_RESORT_S, self._last_word, [story])
         last_resort.daemon = True

@@ -6,7 +6,7 @@
     drain    off the router; interrupt with tokens kept; memory back to the trainer   hybrid replicas, chosen ones
 
 verl's transfer into hybrid replicas is collective over the trainer's workers, so lending a part of them loads the
-weights into all and puts the others to sleep again; where weights are published for whoever pulls (`RollingWeights`),
+weights into all and puts the others to sleep again; where weights are published to be pulled (`RollingWeights`),
 each lent replica takes them by itself. Except for restarts, calls return when they are done: the trainer has nothing
 else to do meanwhile, its gang is released, or it waits for it.
 """
@@ -17,7 +17,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -43,13 +43,15 @@ class ReplicaSlices:
     Args:
         hybrid: slices that live on the trainer's GPUs, in the order of their replicas.
         standing: slices of the standalone replicas, in order.
-        published_weights: within it the trainer's workers hold the weights that were published last.
-        checks: compare the weights of slices that wake with those; None: nobody does.
-        store: from which lent replicas take them, whatever the trainer's workers hold; None: from those.
+        standing_weights: `RollingWeights` hold the published weights in a store; lent replicas take them from there,
+            whatever the trainer's workers hold.
+        published_weights: within it the trainer's workers hold the weights that were published last; without a store.
+        checks: compare the weights of slices that wake with those that were published; None: no comparison.
     """
 
     def __init__(
         self,
+        *,
         hybrid: Sequence[SliceId],
         standing: Sequence[SliceId],
         hybrid_servers: LLMServerManager,
@@ -58,7 +60,6 @@ class ReplicaSlices:
         standing_weights: CheckpointEngineManager | RollingWeights,
         published_weights: Callable[[], AbstractContextManager[None]],
         checks: WeightChecks | None = None,
-        store: RollingWeights | None = None,
     ) -> None:
         self._hybrid = dict(zip(hybrid, hybrid_servers.get_replicas(), strict=True))
         self._standing = dict(zip(standing, standing_servers.get_replicas(), strict=True))
@@ -67,9 +68,9 @@ class ReplicaSlices:
         self._router = standing_servers.global_load_balancer
         self._hybrid_weights = hybrid_weights
         self._standing_weights = standing_weights
-        self._published_weights = published_weights
+        self._store = standing_weights if isinstance(standing_weights, RollingWeights) else None
+        self._published_weights = published_weights if self._store is None else nullcontext
         self._checks = checks
-        self._store = store
         self._given_up: dict[SliceId, str] = {}  # until they are back: why, as it was known first
         self.sync_metrics: dict[str, Any] = {}
 
@@ -236,7 +237,7 @@ class ReplicaSlices:
             self.addresses[slice_id] = replica.server_address
             tell_cache_sizes(self._router, {replica.server_address: replica.server_handle})
             restarted.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - told to whoever asked for the restart
+        except BaseException as error:  # noqa: BLE001 - raised where the restart was asked for
             restarted.set_exception(error)
 
 

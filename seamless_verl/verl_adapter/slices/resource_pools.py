@@ -1,7 +1,7 @@
 """From ``seamless.resources`` (or verl's own keys) to slices and resource pools, reserved before anything is loaded.
 
     pools, replicas ─► plan (`scheduling.placement`) ─► groups of the trainer ─► groups of the replicas
-                         ▲ not yet: somebody else holds GPUs       └─ ready, or a time-out that names nodes
+                         ▲ not yet: others hold GPUs               └─ ready, or a time-out that names nodes
 
 verl 0.9.1 creates the placement groups of a pool with its first workers, lets Ray choose the nodes group by group, and
 waits for them without a limit. A standalone replica that starts while the trainer still loads its data then takes GPUs
@@ -64,7 +64,7 @@ def adopt_resources(config: DictConfig, seamless: SeamlessConfig) -> tuple[Slice
 
 
 def seats_of(rollout: DictConfig) -> int | None:
-    """Requests that a replica decodes at a time, in all its engine cores; None: nobody says how many."""
+    """Requests that a replica decodes at a time, in all its engine cores; None: the number is not configured."""
     return int(rollout.max_num_seqs * rollout.data_parallel_size) if rollout.max_num_seqs else None
 
 
@@ -208,12 +208,12 @@ def _planned(asked: Sequence[GroupedGpus], limit_s: float, say: Callable[[str], 
     if plan(rooms(free=False), asked) is None:
         raise _refused("no way was found to place it, even on empty nodes", asked, free=False)
     deadline = time.monotonic() + limit_s
-    told = False
+    was_said = False
     while (nodes := plan(rooms(), asked)) is None:
         if time.monotonic() >= deadline:
             raise _refused(f"others held the GPUs for {limit_s:.0f} s", asked)
-        if not told:
-            told = True
+        if not was_said:
+            was_said = True
             say(f"waiting up to {limit_s:.0f} s for GPUs: {story(rooms(), asked)}")
         time.sleep(_LOOK_S)
     return nodes

@@ -167,7 +167,7 @@ class SliceDriver:
         """Before anything else, since a loan may take minutes: requests go elsewhere, and the time of a restart runs.
 
         Returns:
-            Who is out, and why.
+            The slices that are out, and why.
         """
         out = {c.slice: c.reason for c in commands if isinstance(c, cm.FailOver)}
         if out:
@@ -197,9 +197,9 @@ class SliceDriver:
             return []
         self._replicas.unregister(list(commands))
         failed = self._replicas.interrupt(list(commands))
-        told = [*self._failures(failed), *self._requests()]  # interrupted tokens belong to this loan
+        events = [*self._failures(failed), *self._requests()]  # interrupted tokens belong to this loan
         drained = [(s, number) for s, number in commands.items() if s not in failed]
-        return [*told, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained)]
+        return [*events, *(ev.SliceDrained(at=self.now(), slice=s, command=number) for s, number in drained)]
 
     def _lend(self, lends: Sequence[cm.LendSlice], syncs: Sequence[cm.SyncWeights]) -> list[ev.Event]:
         """Standing replicas first: verl's checkpoint engine loads them together, or the weights are published and each
@@ -217,38 +217,38 @@ class SliceDriver:
         standing = {c.slice: c.command for c in receivers if c.slice not in hybrid}
         returned = [c.slice for c in lends if c.slice in standing]
         lent = [c.slice for c in lends if c.slice in hybrid]
-        told: list[ev.Event] = []
+        events: list[ev.Event] = []
         try:
             if lent:
                 self._replicas.hold(lent)
                 self._replicas.register(lent)
         except RayError as error:
-            told += self._cut_short(hybrid, error)
+            events += self._cut_short(hybrid, error)
             hybrid = {}
         if syncs:
             self._replicas.forget_caches()
         if standing:
             self._replicas.take_in(returned)
             failed = self._sync(standing, version)
-            told += failed
+            events += failed
             standing = {s: number for s, number in standing.items() if s not in {f.slice for f in failed}}
             if back := [s for s in returned if s in standing]:
                 self._replicas.register(back)
-            told += [*self._requests(), *self._ready(standing, version)]
-            died = {event.slice for event in told if isinstance(event, ev.SliceFailed)}
+            events += [*self._requests(), *self._ready(standing, version)]
+            died = {event.slice for event in events if isinstance(event, ev.SliceFailed)}
             hybrid = {s: number for s, number in hybrid.items() if s not in died}
             at = self.now()
-            told += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
+            events += [ev.SliceWaking(at=at, slice=c.slice, command=c.command) for c in lends if c.slice in hybrid]
         if hybrid:
             try:
                 refused = self._replicas.wake(list(hybrid), version, self._awake())
-                told += self._failures(refused)
+                events += self._failures(refused)
                 hybrid = {s: number for s, number in hybrid.items() if s not in refused}
             except (RayError, TransferBroken) as error:
-                told += self._cut_short(hybrid, error)
+                events += self._cut_short(hybrid, error)
                 hybrid = {}
         self._replicas.even_out()
-        return [*told, *self._requests(), *self._ready(hybrid, version)]
+        return [*events, *self._requests(), *self._ready(hybrid, version)]
 
     def _ready(self, commands: dict[SliceId, int], version: int) -> list[ev.Event]:
         at = self.now()
@@ -283,7 +283,7 @@ class SliceDriver:
         If none is found dead, all that were to be lent count as failed: their state is unknown.
 
         Raises:
-            WeightsLost: it is a replica whose slice only trains, which nobody can start again.
+            WeightsLost: a replica whose slice only trains died; it cannot be started again.
         """
         trainers = [s.slice.id for s in self._cluster if s.slice.lendable and Tag.ROLLOUT in s.usable]
         never_lent = [s.slice.id for s in self._cluster if s.slice.capabilities == {Tag.TRAIN}]

@@ -66,7 +66,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         check_engine(config, seamless)
         if seamless.router.oldest_first and OmegaConf.select(config.actor_rollout_ref.rollout, "name") == "vllm":
             config.actor_rollout_ref.rollout.scheduling_policy = "priority"
-        _choose_carrier(config, rolls=seamless.weights.sync == "rolling")
+        _choose_checkpoint_engine(config, rolls=seamless.weights.sync == "rolling")
         _correct_lag(config, seamless.staleness)
         for losses in (config.actor_rollout_ref.actor, config.get("critic", {})):
             if losses.get("loss_agg_mode") == "seq-mean-token-sum-norm" and losses.get("loss_scale_factor") is None:
@@ -74,7 +74,7 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
     return seamless
 
 
-def _choose_carrier(config: DictConfig, *, rolls: bool) -> None:
+def _choose_checkpoint_engine(config: DictConfig, *, rolls: bool) -> None:
     """What brings weights to replicas: verl's checkpoint engine."""
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     if rolls and engine.backend in (None, "naive", SHARED):  # `refuse_early` is about to refuse any other

@@ -321,23 +321,23 @@ def lending_of(trainer: Any, workers: Sequence[Any]) -> Lending:
     flight: TrainerFlight = trainer.flight
     config = trainer.config
     standing_weights = trainer.standalone_checkpoint_manager
-    store = standing_weights if isinstance(standing_weights, RollingWeights) else None
-    shape = _shape_of(config, trainer.parameter_sync_step, is_published=store is not None)
-    weights, reports = PublishedWeights(trainer.actor_rollout_wg), RequestReports(workers)
+    is_published = isinstance(standing_weights, RollingWeights)
+    shape = _shape_of(config, trainer.parameter_sync_step, is_published=is_published)
+    group = trainer.actor_rollout_wg
+    weights, reports = PublishedWeights(group), RequestReports(workers)
     train = [s.id for s in slices if Tag.TRAIN in s.capabilities]
     replicas = ReplicaSlices(
-        train,
-        [s.id for s in slices if Tag.TRAIN not in s.capabilities],
-        trainer.llm_server_manager,
-        trainer.standalone_server_manager,
-        trainer.checkpoint_manager,
-        standing_weights,
-        weights.in_place if store is None else nullcontext,
-        weight_checks_of(config, settings.check_weights, trainer.actor_rollout_wg.workers, flight.weights_checked),
-        store,
+        hybrid=train,
+        standing=[s.id for s in slices if Tag.TRAIN not in s.capabilities],
+        hybrid_servers=trainer.llm_server_manager,
+        standing_servers=trainer.standalone_server_manager,
+        hybrid_weights=trainer.checkpoint_manager,
+        standing_weights=standing_weights,
+        published_weights=weights.in_place,
+        checks=weight_checks_of(config, settings.check_weights, group.workers, flight.weights_checked),
     )
     policy = policy_of(settings, batch=shape.batch, mini_batch=shape.mini_batch)
-    scheduler = Scheduler(policy, wakes_apart=store is not None)
+    scheduler = Scheduler(policy, wakes_apart=is_published)
     driver = SliceDriver(
         RecordedScheduler(scheduler, flight.follow, policy=str(settings.policy), addresses=replicas.addresses),
         scheduler.cluster,

@@ -152,7 +152,8 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     def fit(self, agent_loop_manager: Any) -> None:
         workers = getattr(agent_loop_manager, "agent_loop_workers", [])
         self.rows.listen(workers, getattr(agent_loop_manager, "replace", None), self.reporter.say)
-        agent_loop_manager.floor_of, agent_loop_manager.look = getattr(self.rows, "floor_of", None), self.rows.desk.look
+        agent_loop_manager.floor_of = getattr(self.rows, "floor_of", None)
+        agent_loop_manager.look = self.rows.desk.look
         if (weights := self.seamless.weights).sync == "rolling":
             follow_versions(self.rows, self.standalone_checkpoint_manager, weights.max_lag)
         self.standing.tell_cache_sizes(self.standalone_server_manager, self.llm_server_manager)
@@ -184,8 +185,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
     # ---------------------------------------------------------------- a step
 
     def on_step_begin(self) -> None:
-        if self.first_step_at is None:
-            self.first_step_at = time.time()
+        self.first_step_at = self.first_step_at or time.time()
         self._step_began_at = self.flight.recorder.now()
         self.meter.open_window(self._books())
         self.flight.step_began(self.global_steps)

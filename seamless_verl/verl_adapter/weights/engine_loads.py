@@ -4,7 +4,7 @@
     load_published    the engine is paused; verl's own loading, fed from the mapping instead of a socket
 
 vLLM and verl say nothing of tensors that are missing. So a load into an engine that has no whole version yet begins
-with every parameter made NaN; a NaN that is left was in nobody's weights.
+with every parameter made NaN; a NaN that is left was not in the weights.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def install(rollout: Any) -> None:
     rollout.vLLMColocateWorkerExtension.load_published = _load
 
 
-def _open(worker: Any, told: str) -> bool:
-    """``told`` is an encoded manifest; False: the version was superseded meanwhile."""
-    manifest = weight_store.decode(told)
+def _open(worker: Any, encoded: str) -> bool:
+    """Map the file of the ``encoded`` manifest; False: the version was superseded meanwhile."""
+    manifest = weight_store.decode(encoded)
     try:
         worker.published = manifest, weight_store.map_file(manifest.file)
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def _load(worker: Any, first: bool) -> None:
         first: the engine has no whole version, which it then must have.
 
     Raises:
-        NotWhole: parameters are left that nobody loaded.
+        NotWhole: parameters are left that were not loaded.
     """
     from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 

@@ -1,14 +1,14 @@
 """The trainer publishes once and trains on; each standing replica pulls in its turn (`staleness.synchronisation`).
 
-publish(7) ─► into shared memory ─► returns                    a thread: who is behind ─► pull ─► done, refused, dead
-update_weights(7)   the same, then waits for replicas that have no weights at all, which serve nobody yet
+publish(7) ─► into shared memory ─► returns      a thread: replicas that are behind ─► pull ─► done, refused, dead
+update_weights(7)   the same, then waits for replicas that have no weights at all, which serve no requests yet
 wake(lent, 7)       a replica of the trainer's GPUs wakes with what is published, whatever the trainer holds meanwhile
 
-refused    nothing was loaded: it goes on with its version, and is asked again a little later; after two minutes of it
-           its server is killed, and its death is handled as any other
-broken     its load failed half-way: one more try, then the same
-silent     a pull that takes longer than its limit: the same
-dead       told to whoever publishes next (`TransferBroken`), unless the replica's requests told before
+refused    nothing was loaded: the replica goes on with its version, and is asked again a little later; after two
+           minutes of refusals its server is killed, and the death is handled as any other
+broken     the load failed half-way: one more try, then the server is killed
+silent     the pull took longer than its limit: the server is killed
+dead       the next `update_weights` raises `TransferBroken`, unless failed requests have reported the death before
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from seamless_verl.verl_adapter.slices.deaths import story_of
 from seamless_verl.verl_adapter.weights import weight_store
 from seamless_verl.verl_adapter.weights.shared_engine import make_room
 from seamless_verl.verl_adapter.weights.weight_carrier import Carrier, carrier_of, node_of
-from seamless_verl.verl_adapter.weights.weight_store import SHARED
+from seamless_verl.verl_adapter.weights.weight_store import SHARED, WeightsRefused
 from seamless_verl.verl_adapter.weights.weight_transfer import GuardedCheckpointManager, TransferBroken, name_of
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _State:
     """What is known of a replica.
 
     Attributes:
-        servers: its own, also when somebody starts it anew meanwhile and it has none, or others.
+        servers: the replica's when it joined; started anew meanwhile, the replica has others, or none yet.
         version: of its weights; None: it has none, or broke.
         call: the pull under way, since when, and for how long at most.
         broken, refused: pulls that failed in this way since the last one that did not; refused since when.
@@ -79,7 +79,7 @@ class _State:
 
 
 class RollingWeights:
-    """In the place of verl's `CheckpointEngineManager` of the standing replicas.
+    """Stands in for verl's `CheckpointEngineManager` of the standing replicas.
 
     Args:
         actor_wg: the trainer's workers, whose checkpoint engine is ``seamless_shared``.
@@ -109,13 +109,16 @@ class RollingWeights:
         self._folder = folder
         self._carrier = carrier
         self._config = config
-        self._keep = config.cache == "keep"
+        keep = config.cache == "keep"
+        self._source = {"folder": str(folder), "keep": keep, "router": router, "carrier": carrier}  # of every pull
         self._sync = synchronisation_of(config)
         self._router = router
         self._record = record
         self._clock = clock
-        self._say, self._told_slow = say, False
-        self._published_at, self._pulls_s = 0.0, list[float]()  # seconds of those that changed weights since
+        self._say = say
+        self._said_slow = False
+        self._published_at = 0.0
+        self._pulls_s: list[float] = []  # seconds of those that changed weights since
         self._limit_s = limit_s
         self._newest: int | None = None
         self._copy_s = 0.0  # to another node a pull begins with a copy of the version
@@ -146,37 +149,39 @@ class RollingWeights:
                 self._nodes.pop(replica, None)  # it may come back on another one
 
     def publish(self, version: int) -> None:
-        """What the trainer's workers hold, unless that version is published already."""
+        """Publish what the trainer's workers hold, unless that version is published already."""
         if self._newest == version:
             return
         began = time.perf_counter()
-        told = ray.get(self._actor_wg.update_weights(global_steps=version, mode=SHARED))
-        self._published = {key: value for each in told if isinstance(each, dict) for key, value in each.items()}
+        answers = ray.get(self._actor_wg.update_weights(global_steps=version, mode=SHARED))
+        self._published = {key: value for each in answers if isinstance(each, dict) for key, value in each.items()}
         self._published["weights/wait_s"] = time.perf_counter() - began
         self._copy_s = self._published.get("weights/bytes", 0.0) / _SLOWEST
         with self._news:
             step_s, self._published_at = self._clock() - self._published_at, self._clock()
             story = too_slow(self._config, len(self._living()), self._pulls_s, step_s)
             self._pulls_s = []
-            if story and not self._told_slow:
-                self._told_slow = True
+            if story and not self._said_slow:
+                self._said_slow = True
                 self._say(story)
             self._newest = version
             self._news.notify_all()
 
     def wake(self, replicas: Sequence[RolloutReplica], version: int) -> dict[RolloutReplica, RayError]:
-        """Replicas of the trainer's GPUs, which are lent and sleep, with the published weights: each by itself.
+        """Wake lent replicas of the trainer's GPUs with the published weights, each by itself.
 
         Returns:
-            Those that could not, and why; the others are awake, and their gates still closed.
+            The replicas that could not wake, and why; the others are awake, and their gates still closed.
 
         Raises:
             RayError: a worker of the trainer did not make room.
         """
         workers = [worker for replica in replicas for worker in replica.workers]  # others may be starting a replica
         ray.get([worker.__ray_call__.remote(make_room) for worker in workers], timeout=_WAKE_S)
-        told = str(self._folder), version, self._keep, self._router
-        calls = {each: each.servers[0].wake_with.remote(*told, each.server_address, self._carrier) for each in replicas}
+        calls = {
+            each: each.servers[0].wake_with.remote(version=version, address=each.server_address, **self._source)
+            for each in replicas
+        }
         failed: dict[RolloutReplica, RayError] = {}
         until = time.monotonic() + _WAKE_S
         for replica, call in calls.items():
@@ -188,7 +193,7 @@ class RollingWeights:
         return failed
 
     def _copying_s(self, replica: RolloutReplica, server: Any) -> float:
-        """How much longer it may take. Who does not say at once where it is may be elsewhere, and is asked again."""
+        """Extra seconds for a copy to the replica's node; a server that does not name its node now counts as away."""
         if self._carrier is None:
             return 0.0
         if replica not in self._nodes:
@@ -267,7 +272,7 @@ class RollingWeights:
         now = time.monotonic()
         self._ask_loads(states)
         named = {name_of(replica): replica for replica in states}
-        told = [
+        replicas = [
             ReplicaWeights(
                 replica=name,
                 version=states[replica].version,
@@ -280,12 +285,12 @@ class RollingWeights:
             if states[replica].again_at <= now
         ]
         wanted = ray.get(self._router.wanted.remote(), timeout=self._limit_s)
-        for pull in self._sync.pulls(newest, told, wanted):
+        for pull in self._sync.pulls(newest, replicas, wanted):
             replica = named[pull.replica]
             self._pull(replica, states[replica], pull)
 
     def _ask_loads(self, states: dict[RolloutReplica, _State]) -> None:
-        """Whoever does not answer in time is taken to have as much to do as before."""
+        """Ask servers for their load; one that does not answer in time keeps the load of its last answer."""
         calls = {state.servers[0].requests.remote(): state for state in states.values()}
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)[0]:
             try:
@@ -298,8 +303,7 @@ class RollingWeights:
         self._record(PullBegan(at=self._clock(), slice=address, at_least=pull.at_least, reason=pull.reason))
         state.limit_s = self._limit_s + self._copying_s(replica, state.servers[0])
         state.since = time.monotonic()
-        told = str(self._folder), pull.at_least, self._keep, self._router, address, self._carrier
-        state.call = state.servers[0].pull.remote(*told)
+        state.call = state.servers[0].pull.remote(at_least=pull.at_least, address=address, **self._source)
 
     def _finish(self) -> None:
         for replica, state in self._living().items():
@@ -338,7 +342,7 @@ class RollingWeights:
         story = story_of(cause)
         before, now = state.version, time.monotonic()
         with self._news:
-            if type(cause).__name__ == "WeightsRefused":
+            if isinstance(cause, WeightsRefused):
                 if not state.refused:
                     state.refused_since = now
                     _log.warning("%s refused version %s, is asked again (%s)", name_of(replica), self._newest, story)
@@ -360,7 +364,7 @@ class RollingWeights:
                 at=self._clock(), slice=replica.server_address, before=before, version=state.version, failure=story
             )
         )
-        if gives_up:  # what it holds is nobody's version, or it does not answer
+        if gives_up:  # the replica holds no whole version, keeps refusing, or does not answer
             for server in state.servers:
                 ray.kill(server)
 

@@ -1,7 +1,7 @@
 """Checkpoint engine ``seamless_shared``: the trainer publishes into its node's shared memory (`weight_store`).
 
-verl's other engines are collective: everybody sends and receives at once. Here nobody meets anybody, so `prepare`,
-`build_topology`, `init_process_group` and `finalize` have nothing to do. Replicas pull through their servers
+verl's other engines are collective: all workers send and receive at once. Here no worker waits for another, so
+`prepare`, `build_topology`, `init_process_group` and `finalize` have nothing to do. Replicas pull through their servers
 (`vllm.pulling_server`); verl's own manager, which stops them all, gets the same weights by `receive_weights`.
 """
 

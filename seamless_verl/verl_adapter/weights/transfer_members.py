@@ -6,7 +6,7 @@ Ray's own key-value store): which replicas are gone, and whether to abort.
 
     gone     the members of that replica stop waiting for their engine, and walk through the rest of the weights, so
              that the others' collectives end as usual
-    abort    the communicator is aborted (``ncclCommAbort``): that ends the wait of whoever lost a peer in a broadcast
+    abort    the communicator is aborted (``ncclCommAbort``): a broadcast that waits for a lost peer ends
     nothing  it is over: the thread ends
 
 The last hop, from a worker into its vLLM engine, is verl 0.9.1's with three changes, made in every process that
@@ -15,8 +15,8 @@ imports it. Remove each when verl has its like.
 * `BucketedWeightSender` waits for each bucket to be acknowledged without a limit, in a call that blocks its actor: here
   it waits for `_TRANSFER_S`, and ends at once when the engine is known to be gone.
 * What feeds it may be collective (the trainer's parameters are gathered by all its workers, a checkpoint engine's
-  buckets are broadcast to all replicas): whoever cannot deliver walks through the rest of it, and only then fails.
-  Nobody else notices.
+  buckets are broadcast to all replicas): a sender that cannot deliver walks through the rest, and only then fails.
+  The other members do not notice.
 * `BucketedWeightReceiver` waits for the next bucket without a limit, in the engine: if there is none, it is told so.
 """
 
@@ -104,7 +104,7 @@ def greet(worker: Any, last: bool) -> None:
 
 
 def hear(worker: Any) -> None:
-    """Until a greeting has come, or the transfer is given up."""
+    """Wait until a greeting has come, or the transfer is given up."""
     for engine in _listening(worker):
         while not (engine.socket.poll(_POLL_MS) or current.aborted.is_set()):
             pass
@@ -123,8 +123,8 @@ def skip_greetings(worker: Any) -> None:
 def _listening(worker: Any) -> Iterator[Any]:
     """Engines that are told of buckets over ZeroMQ's PUB/SUB (verl's nccl and hccl), by others."""
     for engine in _checkpoint_engines(worker):
-        told = getattr(engine, "rank", None) is not None and engine.rank >= getattr(engine, "num_senders", 1)
-        if told and hasattr(engine, "topic"):
+        receives = getattr(engine, "rank", None) is not None and engine.rank >= getattr(engine, "num_senders", 1)
+        if receives and hasattr(engine, "topic"):
             yield engine
 
 
@@ -151,7 +151,7 @@ def drop_buckets(worker: Any) -> None:
 
 
 def renew_group(worker: Any, generation: int) -> None:
-    """Forget the group of verl's nccl engine, so that the next transfer makes one of whoever takes part then.
+    """Forget the group of verl's nccl engine, so that the next transfer makes one of its own members.
 
     verl 0.9.1 asserts that rank and world size stay what they were at the first transfer (``rebuild_group=False``),
     and has no call by which a member that stays could leave a group that another left by dying. The new group has a
@@ -319,7 +319,8 @@ def fail_together(rollout: Any) -> None:
         if not self.config.free_cache_engine:
             await resume(self, tags)
         elif "weights" in tags:
-            self._update_failed, self._update_open = None, True
+            self._update_failed = None
+            self._update_open = True
             try:
                 await resume(self, tags)
             except Exception as error:  # noqa: BLE001 - raised behind the barrier

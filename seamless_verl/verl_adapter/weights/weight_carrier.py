@@ -25,7 +25,7 @@ from seamless_verl.verl_adapter.weights import weight_store
 from seamless_verl.verl_adapter.weights.weight_store import Manifest, WeightsRefused
 
 _CHUNK = 16 << 20  # bytes
-_AHEAD = 4  # chunks that wait for whoever copies
+_AHEAD = 4  # chunks that wait for the node that copies
 _AT_A_TIME = 64  # nodes
 _ANSWER_S = 30.0
 
@@ -86,10 +86,10 @@ class Carrier:
             ) from error
 
     def _copied(self, folder: Path) -> Manifest | None:
-        told = ray.get(self.holder.newest.remote(), timeout=_ANSWER_S)
-        if told is None:
+        encoded = ray.get(self.holder.newest.remote(), timeout=_ANSWER_S)
+        if encoded is None:
             return None
-        there = weight_store.decode(told)
+        there = weight_store.decode(encoded)
         here = replace(there, file=str(folder / Path(there.file).name))
         if weight_store.newest(folder) != here:
             weight_store.copy(here, self._content(there))
@@ -125,7 +125,7 @@ def _node() -> str:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process of this node at a time; whoever is killed lets go."""
+    """Admit one process of this node at a time; the kernel releases the lock of one that is killed."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

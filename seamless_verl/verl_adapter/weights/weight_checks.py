@@ -32,15 +32,15 @@ class WeightChecks:
     Args:
         workers: of the trainer's actor, one per rank.
         dtype: of the engine's weights.
-        told: called after each comparison with slice, version, published and found checksum.
+        report: called after each comparison with slice, version, published and found checksum.
     """
 
     def __init__(
-        self, workers: Sequence[Any], dtype: torch.dtype, told: Callable[[SliceId, int, str, str], None]
+        self, workers: Sequence[Any], dtype: torch.dtype, report: Callable[[SliceId, int, str, str], None]
     ) -> None:
         self._workers = workers
         self._dtype = dtype
-        self._told = told
+        self._report = report
         self._published: tuple[int, str] | None = None
 
     def publish(self, version: int) -> None:
@@ -62,7 +62,7 @@ class WeightChecks:
         wrong = []
         for slice_id, call in calls.items():
             found = ray.get(call)
-            self._told(slice_id, version, published, found)
+            self._report(slice_id, version, published, found)
             if found != published:
                 wrong.append(f"{slice_id} (checksum {found}, published {published})")
         if wrong:
@@ -70,7 +70,7 @@ class WeightChecks:
 
 
 def weight_checks_of(
-    config: DictConfig, wanted: bool | None, workers: Sequence[Any], told: Callable[[SliceId, int, str, str], None]
+    config: DictConfig, wanted: bool | None, workers: Sequence[Any], report: Callable[[SliceId, int, str, str], None]
 ) -> WeightChecks | None:
     """Builds the checks of a run; None where they are not wanted, or cannot be made and were not asked for.
 
@@ -95,7 +95,7 @@ def weight_checks_of(
     }
     found = [key for key, is_one in obstacles.items() if is_one]
     if not found:
-        return WeightChecks(workers, dtype, told)
+        return WeightChecks(workers, dtype, report)
     if wanted:
         problem = f"checksums compare whole FSDP weights with one vLLM worker's, which {found[0]} rules out"
         raise ConfigError("seamless.scheduler.check_weights", True, problem, "write false")

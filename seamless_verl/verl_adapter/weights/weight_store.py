@@ -1,12 +1,12 @@
-"""Published weights in the shared memory of their node: written once by the trainer, mapped by whoever pulls them.
+"""Published weights in the shared memory of their node: written once by the trainer, mapped by each engine that pulls.
 
     publish(7)   7.weights.part ─► 7.weights,   7.json.part ─► 7.json,   then 6.json and 6.weights are unlinked
     newest()     the manifest with the highest number; there is one only when all of its weights are there
 
-Who has mapped a version keeps it: the kernel frees the memory when the last mapping is gone. So the store holds one
-version, two while one is published, and one more for each pull that is under way with an older one.
+A mapped version stays: the kernel frees its memory when the last mapping is gone. So the store holds one version, two
+while one is published, and one more for each older version that a pull has mapped.
 
-Whoever writes into a store holds a lock in it until its process ends; a store without one is a killed run's.
+Each process that writes into a store holds a lock in it until it ends; a store without one is a killed run's.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Manifest:
             "has unknown": sorted(new.keys() - old.keys()),
             "has another shape or type of": sorted(name for name in old.keys() & new.keys() if old[name] != new[name]),
         }
-        told = [f"{what} {len(names)} tensors ({names[0]}, …)" for what, names in problems.items() if names]
-        if told:
-            raise WeightsRefused(f"version {self.version} {' and '.join(told)}; the replica has {len(old)}")
+        differences = [f"{what} {len(names)} tensors ({names[0]}, …)" for what, names in problems.items() if names]
+        if differences:
+            raise WeightsRefused(f"version {self.version} {' and '.join(differences)}; the replica has {len(old)}")
 
     def verify(self) -> None:
         """Compare the checksums, which reads all of it.
@@ -114,8 +114,8 @@ class Manifest:
             if checksum_of(content[spec.offset : spec.offset + spec.nbytes]) != spec.checksum
         ]
         if wrong:
-            told = f"{len(wrong)} tensors ({wrong[0]}, …) whose checksums are not those that were published"
-            raise WeightsRefused(f"version {self.version} has {told}")
+            problem = f"{len(wrong)} tensors ({wrong[0]}, …) whose checksums are not those that were published"
+            raise WeightsRefused(f"version {self.version} has {problem}")
 
     def tensors_of(self, memory: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values, which lie in ``memory``."""
@@ -141,7 +141,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def map_file(file: str) -> mmap.mmap:
-    """The bytes of a published file; private, so that nobody can change them for the others."""
+    """The bytes of a published file, as a private mapping: a change in it is not seen by other processes."""
     with open(file, "rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -194,7 +194,7 @@ def _remove_unheld(own: Path) -> None:
 def publish(
     folder: Path, version: int, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
 ) -> Manifest:
-    """Write a version; whoever asks for the newest gets it from the return on, and older ones are unlinked.
+    """Write a version: on return it is the newest, and older ones are unlinked.
 
     Args:
         dtype: of the engines. Matrices of wider floats are cast to it, as the engine would on loading (and verl's own

@@ -1,13 +1,13 @@
-"""Transfers of weights that end: with the weights there, or with the names of those whom they did not reach.
+"""Transfers of weights that always end: the weights are there, or an error names the replicas that did not get them.
 
-verl 0.9.1 waits for every part of a transfer without a limit. Here each part is looked after while it lasts:
+verl 0.9.1 waits for every part of a transfer without a limit. Here each part is watched while it lasts:
 
     a replica died            its own workers stop waiting for it, the others get their weights      (`_LOOK_S`)
     a peer died, or too slow  the communicator is aborted in every member                            (`_WALK_S` later)
-    somebody does not return  a worker beside a replica: that replica is lost; one of the trainer's: the run ends
+    a member does not return  a worker beside a replica: that replica is lost; one of the trainer's: the run ends
 
-A part is over when everybody is back from it, so nobody is still in a transfer when the next begins. After a death, or
-when a replica comes back, the next one makes its group anew (`transfer_members.renew_group`).
+A part is over when all members have returned from it, so none is still in a transfer when the next begins. After a
+death, or when a replica comes back, the next transfer makes its group anew (`transfer_members.renew_group`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _GREET_S = 0.05
 _WALK_S = 10.0  # for the members of a dead replica to walk through the rest of the weights
 _SETTLE_S = 15.0  # for members to return from what was given up
 _SILENT_S = 30.0  # a server that has not answered for so long will not
-_LIMIT_S = float(os.environ.get("SEAMLESS_TRANSFER_LIMIT_S", "600"))  # for a part of a transfer in which nobody died
+_LIMIT_S = float(os.environ.get("SEAMLESS_TRANSFER_LIMIT_S", "600"))  # for a part of a transfer without deaths
 
 Calls = Mapping[Any, Any]  # reference -> the worker that was called
 
 
 class TransferBroken(RunBroken):
-    """Weights did not reach everybody.
+    """Weights did not reach all replicas.
 
     Args:
         dead: replicas that did not get them, and why; empty if none is known to have died.
@@ -91,7 +91,7 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         health = ReplicaHealth(self.replicas)
         in_group = self.backend != "naive"
         with _Transfer(self.actor_wg.workers, self.replicas, health, global_steps) as transfer:
-            begun = transfer.sent(members.begin, transfer.id, in_group)
+            begun = transfer.begin(in_group)
             dead = health.deaths(_LOOK_S)  # answered beside it: a slice that wakes waits for one round of calls
             if dead:
                 raise TransferBroken(global_steps, dead, "")
@@ -126,7 +126,7 @@ class GuardedCheckpointManager(CheckpointEngineManager):
         transfer.control(self._resume())
         transfer.all(members.give_back)  # while replicas generate again
         self._group = transfer.workers
-        return {key: value for told in results[:trainers] if isinstance(told, dict) for key, value in told.items()}
+        return {key: value for each in results[:trainers] if isinstance(each, dict) for key, value in each.items()}
 
     async def _pause(self) -> None:
         await self.abort_replicas()
@@ -144,11 +144,11 @@ def _send(group: Any, **arguments: Any) -> list[Any]:
 
 
 class _Transfer:
-    """One transfer: calls to all who take part, and waits that end when one of them dies.
+    """One transfer: calls to all members, and waits that end when a member dies.
 
     Args:
         trainers: the trainer's workers.
-        replicas: who gets the weights.
+        replicas: those that get the weights.
     """
 
     def __init__(
@@ -170,15 +170,15 @@ class _Transfer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        members.forget(self.id)  # by which those who listen know that it is over
+        members.forget(self.id)  # the members' listening threads end then
 
     @property
     def workers(self) -> list[Any]:
-        """Everybody who takes part, in the order of their ranks."""
+        """All members, in the order of their ranks."""
         return list(self._owners)
 
     def calls_of(self, references: Sequence[Any]) -> Calls:
-        """The calls behind references that went to everybody, in order."""
+        """The calls behind references that went to all members, in order."""
         return dict(zip(references, self.workers, strict=True))
 
     def each(self, groups: tuple[Any, Any], method: str, arguments: tuple[Any, Any] = ({}, {})) -> Calls:
@@ -189,23 +189,25 @@ class _Transfer:
         return self.calls_of(references)
 
     def all(self, function: Any, *arguments: Any) -> None:
-        """A function in every member's process."""
-        self.finish(self.sent(function, *arguments))
+        """Run a function in every member's process."""
+        self.finish(self._sent(function, *arguments))
 
-    def sent(self, function: Any, *arguments: Any) -> Calls:
-        """The calls of it; `members.begin` is told whose engine the member sends to."""
-        told = {w: (owner,) if function is members.begin else () for w, owner in self._owners.items()}
-        return {w.__ray_call__.remote(function, *arguments, *told[w]): w for w in self.workers}
+    def _sent(self, function: Any, *arguments: Any) -> Calls:
+        return {w.__ray_call__.remote(function, *arguments): w for w in self.workers}
+
+    def begin(self, in_group: bool) -> Calls:
+        """Have every member listen to what is said of this transfer, and of the replica whose engine it sends to."""
+        owners = self._owners.items()
+        return {w.__ray_call__.remote(members.begin, self.id, in_group, owner): w for w, owner in owners}
 
     def meet(self) -> None:
-        """Until everybody hears what the trainer says of its buckets: ZeroMQ drops what comes before a subscription.
+        """Wait until all members hear the trainer's announcements of buckets: ZeroMQ drops those before a subscription.
 
         verl 0.9.1 does not wait for that (`_connect_zmq_client`, in every transfer), and a member that missed the first
         bucket waits for it for ever. Remove when it does.
         """
         master = self._trainers[0]
-        hearing = {w.__ray_call__.remote(members.hear): w for w in self.workers}
-        self.finish(hearing, meanwhile=lambda: master.__ray_call__.remote(members.greet, False))
+        self.finish(self._sent(members.hear), meanwhile=lambda: master.__ray_call__.remote(members.greet, False))
         master.__ray_call__.remote(members.greet, True)
         self.all(members.skip_greetings)
 
@@ -257,7 +259,7 @@ class _Transfer:
         raise TransferBroken(self._version, self._dead, story or f"given up after {time.monotonic() - began:.0f} s")
 
     def _look(self, calls: Calls, meanwhile: Callable[[], object] | None) -> list[Any]:
-        """Those that are still open after a while."""
+        """The calls that are still open after a while."""
         if meanwhile is not None:
             meanwhile()
         open_: list[Any] = ray.wait(list(calls), num_returns=len(calls), timeout=_GREET_S if meanwhile else _LOOK_S)[1]
@@ -294,7 +296,7 @@ class _Transfer:
                 )
 
     def drop_buckets(self) -> None:
-        """It broke, so nobody finalizes it: whoever is left gives the memory of its buckets back."""
+        """Have the living members free their buckets: a transfer that broke is not finalized."""
         left = [w for w, owner in self._owners.items() if owner < 0 or self._replicas[owner] not in self._dead]
         ray.wait([w.__ray_call__.remote(members.drop_buckets) for w in left], num_returns=len(left), timeout=_SETTLE_S)
 

@@ -295,8 +295,11 @@ def test_an_error_is_told_in_a_line_also_where_it_has_no_words() -> None:
     assert deaths.story_of(asyncio.TimeoutError()) == "TimeoutError"
 
 
+@pytest.mark.filterwarnings("ignore")  # of verl's engines, at import
 def test_the_router_transferqueue_trainer_and_reward_workers_are_watched_by_name(actor: Any) -> None:
     """As `job` names them; TransferQueue's actors are found by the names that it gives them itself."""
+    from seamless_verl.verl_adapter.dataloader.replaced_workers import ReplacingManager
+
     router, trainer, reward = (actor.options(num_cpus=0).remote() for _ in range(3))
     named = [("TransferQueueController", "transfer_queue"), ("TransferQueueStorageUnit#0", None)]
     kept = [actor.options(num_cpus=0, name=name, namespace=where).remote() for name, where in named]
@@ -315,7 +318,8 @@ def test_the_router_transferqueue_trainer_and_reward_workers_are_watched_by_name
     ]
     of_a_user = SimpleNamespace(agent_loop_workers=[trainer])
     assert job._actors(run, of_a_user).keys() - parts.keys() == {"rollout worker 0"}
-    of_ours = SimpleNamespace(agent_loop_workers=[trainer], replace=print)
+    of_ours = object.__new__(ReplacingManager)
+    of_ours.agent_loop_workers = [trainer]
     run.rows = SimpleNamespace(outlives_workers=True)
     assert job._actors(run, of_ours).keys() == parts.keys(), "who replaces its workers goes on without one"
     run.rows = SimpleNamespace(outlives_workers=False)

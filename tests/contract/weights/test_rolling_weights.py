@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from seamless_verl.run.restarts import Exit, exit_of
+from seamless_verl.verl_adapter.weights.weight_store import WeightsRefused
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
@@ -129,11 +130,11 @@ class Replica:
             return self._news.wait_for(lambda: self.version == version, 20)
 
 
-def failure(name: str, text: str = "it failed") -> BaseException:
+def failure(kind: type[Exception], text: str = "it failed") -> BaseException:
     """As Ray raises what a server raised."""
     from ray.exceptions import RayTaskError
 
-    return RayTaskError("pull", "remote traceback", type(name, (Exception,), {})(text))
+    return RayTaskError("pull", "remote traceback", kind(text))
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def test_who_joins_has_weights_before_the_call_returns(start: Callable[..., Any]
 def test_what_is_refused_keeps_its_version_and_is_asked_again(start: Callable[..., Any], fake_ray: FakeRay) -> None:
     replica = Replica(0)
     weights, events = start(replica)
-    replica.answers += [failure("WeightsRefused"), failure("WeightsRefused"), failure("WeightsRefused"), "whole"]
+    replica.answers += [failure(WeightsRefused), failure(WeightsRefused), failure(WeightsRefused), "whole"]
     weights.update_weights(2)
     assert replica.has(2)
     assert replica.pulls == [1, 2, 2, 2, 2]
@@ -253,7 +254,7 @@ def test_what_is_refused_for_good_is_said_once_and_given_up(
     monkeypatch.setattr(rolling_weights, "_REFUSED_S", 0.2)
     replica = Replica(0)
     weights, _ = start(replica)
-    replica.answers += [failure("WeightsRefused", "could not copy: no space left")] * 1000
+    replica.answers += [failure(WeightsRefused, "could not copy: no space left")] * 1000
     with contextlib.suppress(TransferBroken):  # it may be given up before the call returns
         weights.update_weights(2)
     assert fake_ray.has_killed.wait(20), "or every request waits for it"
@@ -265,12 +266,12 @@ def test_what_is_refused_for_good_is_said_once_and_given_up(
         weights.update_weights(3)
 
 
-@pytest.mark.parametrize("before", [[], ["WeightsRefused", "WeightsRefused"]])
-def test_a_whole_load_cures_what_broke(start: Callable[..., Any], fake_ray: FakeRay, before: list[str]) -> None:
+@pytest.mark.parametrize("before", [[], [WeightsRefused, WeightsRefused]])
+def test_a_whole_load_cures_what_broke(start: Callable[..., Any], fake_ray: FakeRay, before: list[Any]) -> None:
     replica = Replica(0)
     weights, _ = start(replica)
-    replica.answers += [failure(name) for name in before]
-    replica.answers += [failure("ReplicaBroken", ""), "whole"]  # an error without words, too
+    replica.answers += [failure(kind) for kind in before]
+    replica.answers += [failure(RuntimeError, ""), "whole"]  # an error without words, too
     weights.update_weights(2)
     assert replica.has(2)
     assert not fake_ray.killed
@@ -285,7 +286,7 @@ def test_who_cannot_be_cured_is_out_and_named(start: Callable[..., Any], fake_ra
     lost, other = Replica(0), Replica(1)
     weights, _ = start(lost, other, limit_s=0.3 if how == "silent" else 60.0)
     lost.answers += {
-        "broken twice": [failure("ReplicaBroken"), failure("ReplicaBroken")],
+        "broken twice": [failure(RuntimeError), failure(RuntimeError)],
         "dead": [RayActorError()],
         "silent": [],
     }[how]
