@@ -31,6 +31,20 @@ class Source(NamedTuple):
     unread: int = 0
 
 
+class Read(NamedTuple):
+    """What reading on in a file came to.
+
+    Attributes:
+        mark: where to read on next time.
+        goes_on: there is more in it than was read now.
+        unread: lines that are no records, of the whole file so far.
+    """
+
+    mark: int
+    goes_on: bool = False
+    unread: int = 0
+
+
 class Sources:
     """Of an index, by the file's name in the run's folder."""
 
