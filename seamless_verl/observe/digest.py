@@ -98,8 +98,7 @@ class RunDigest:
     @property
     def bound(self) -> int | None:
         """On staleness; ``None``: nothing keeps one."""
-        start = self.tallies.start
-        return None if start is None else start.eta if start.bound == -1 else start.bound
+        return self.tallies.start.bound if self.tallies.start is not None else None
 
     @property
     def whole_steps(self) -> tuple[StepSpan, ...]:

@@ -62,7 +62,6 @@ class AttemptTimes:
 
     def __init__(self, run: RunDigest) -> None:
         self._requests, self._queued, self._held, lost = _requests(run)
-        self.tells_requests = bool(self._requests)
         # Not ended (yet).
         self._spans = {s: (min(spans)[0], lost.get(s, run.span_s)) for s, spans in self._queued.items()}
         for event in run.recording.events:
@@ -82,9 +81,8 @@ class AttemptTimes:
         """``None``: the recording does not know it.
 
         Returns:
-            ``seconds``; ``parts``: ``(what, seconds)``, empty where requests do not say whose they are; ``spans``:
-            ``(what, share of the attempt at which it begins, share at which it ends)``; ``idle``: device-seconds by
-            pool.
+            ``seconds``; ``parts``: ``(what, seconds)``; ``spans``: ``(what, share of the attempt at which it begins,
+            share at which it ends)``; ``idle``: device-seconds by pool.
         """
         if session not in self._spans:
             return None
@@ -102,7 +100,7 @@ class AttemptTimes:
             spent[what] += to - at
         return {
             "seconds": seconds,
-            "parts": list(spent.items()) if self.tells_requests else [],
+            "parts": list(spent.items()),
             "spans": [(what, _share(at, began, seconds), _share(to, began, seconds)) for what, at, to in spans],
             "idle": self._idle(began, ended),
         }

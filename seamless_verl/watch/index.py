@@ -358,11 +358,7 @@ class RunIndex:
             score = scores.pop((group, told["index"]), None)
             told |= {"group": group, "key": told["session"], "step": steps.get(group), "score": score}
             found.append(told)
-        # An older recording does not say which attempt of a group a session was: the rows then stand for the attempts.
-        replaced = {group for group, _ in scores} & {told["group"] for told in found if told["index"] is None}
-        return [told for told in found if told["group"] not in replaced] + [
-            _of_texts(group, index, steps[group], score) for (group, index), score in scores.items()
-        ]
+        return found + [_of_texts(group, index, steps[group], score) for (group, index), score in scores.items()]
 
     def state_of_texts(self, group: str, index: int) -> list[Any]:
         """Changes when what `texts` tells does."""

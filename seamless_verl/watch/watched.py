@@ -143,12 +143,8 @@ class Watched:
             times = self.report().times
         except SeamlessError as error:
             return {"why": str(error)}
-        told = times.attempt(key) if key else times.step(int(step)) if step.isdecimal() else None
-        if told is None:
-            return {"why": "The recording does not know it (yet): it is read again as it grows."}
-        if key and not times.tells_requests:
-            told["why"] = "This recording is of an earlier version: it does not say whose its requests were."
-        return told
+        found = times.attempt(key) if key else times.step(int(step)) if step.isdecimal() else None
+        return found or {"why": "The recording does not know it (yet): it is read again as it grows."}
 
     def search(self, text: str, start: int) -> dict[str, Any]:
         """Attempts that have ``text`` in a name, an error, or in what was said.
