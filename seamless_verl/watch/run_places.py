@@ -83,7 +83,7 @@ def content_of(place: Path, patterns: tuple[str, ...]) -> str:
     return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
 
 
-def standing(place: Path, *, alive: bool) -> dict[str, Any]:
+def run_summary(place: Path, *, alive: bool) -> dict[str, Any]:
     """What a list of runs shows of one: ``state`` in words, ``style``, ``step``, ``total_steps``, ``reward``,
     ``changed`` (seconds since 1970); ``None`` where nothing says.
 

@@ -175,7 +175,7 @@ def _run_of(places: Places, run: str) -> Watched:
 def _standing_of(watched: Watched) -> dict[str, Any]:
     """One run that cannot be read does not hide the others."""
     try:
-        return watched.standing()
+        return watched.run_summary()
     except OSError as error:
         told = {"id": watched.place.id, "name": watched.place.name, "style": "bad", "state": f"cannot be read: {error}"}
         return told | dict.fromkeys(("step", "total_steps", "reward", "step_s", "changed"))

@@ -29,7 +29,7 @@ from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.watch import compared, long_texts, readers, transcript, watched_groups
 from seamless_verl.watch.attempt_time import AttemptTimes
 from seamless_verl.watch.index import RunIndex
-from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, standing
+from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, run_summary
 from seamless_verl.watch.run_text import RunText
 from seamless_verl.watch.text_search import MOST, Search
 from seamless_verl.watch.transcript import Said, of_rows, of_texts, ordinals_of, parted
@@ -74,7 +74,7 @@ class Watched:
         self._tokenizer, self._text = tokenizer, RunText(place, tokenizer)
         self._trained: list[int] | None = None  # steps with attempts
         self._report: Report | None = None
-        self._stands: tuple[str, dict[str, Any]] = ("", {})
+        self._summary: tuple[str, dict[str, Any]] = ("", {})
         self._report_again = 0.0
 
     def _now(self) -> float:
@@ -85,13 +85,13 @@ class Watched:
         with self._lock:
             self._forget()
 
-    def standing(self) -> dict[str, Any]:
+    def run_summary(self) -> dict[str, Any]:
         """A line of the list of runs; told anew when a file of the run has changed."""
         alive = self._is_alive(self.place.path)
         name = f"{alive} {content_of(self.place.path, (*_REPORTED, *JOURNALS))}"
-        if name != self._stands[0]:
-            self._stands = name, standing(self.place.path, alive=alive)
-        return {"id": self.place.id, "name": self.place.name, **self._stands[1]}
+        if name != self._summary[0]:
+            self._summary = name, run_summary(self.place.path, alive=alive)
+        return {"id": self.place.id, "name": self.place.name, **self._summary[1]}
 
     def report(self) -> Report:
         """Made again when the recording has grown.
@@ -135,7 +135,7 @@ class Watched:
 
     def figures(self) -> dict[str, Any]:
         """What is laid over another run."""
-        return {"run": {**self.standing(), "path": shlex.quote(str(self.place.path))}, **self.report().figures}
+        return {"run": {**self.run_summary(), "path": shlex.quote(str(self.place.path))}, **self.report().figures}
 
     def times(self, key: str, step: str) -> dict[str, Any]:
         """Where the time of an attempt, or the device time of a step, went; ``why`` where that is not known."""
@@ -347,7 +347,7 @@ class Watched:
 
     def _head(self, index: RunIndex) -> dict[str, Any]:
         problems = [f"{file}: {problem}" for file, problem in index.sources.problems()]
-        return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
+        return {"run": self.run_summary(), "problems": problems, "is_behind": index.is_behind}
 
     def _current(self) -> RunIndex:
         if self._index is not None and not self._index.where.exists():  # the run is gone, or another is in its place
