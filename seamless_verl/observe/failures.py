@@ -217,7 +217,7 @@ class AttemptBook:
                 continue
             if len(self._told) < _MOST_KINDS:
                 self._told.add(failure.kind)
-                lines += _told(failure)
+                lines += _first_of_kind(failure)
             else:
                 many = f"attempts fail in more than {_MOST_KINDS} ways; further ones are counted, not told"
                 lines += self._once((many,), many)
@@ -280,7 +280,7 @@ def alarm(step: int, ended: int, failed: int) -> str | None:
     )
 
 
-def _told(failure: Failure) -> list[str]:
+def _first_of_kind(failure: Failure) -> list[str]:
     where = "validation" if failure.validation else "training"
     return [
         f"an attempt of {where} failed (task {failure.task}): {failure.error}",

@@ -241,8 +241,8 @@ class RunIndex:
         for facts in found:
             drift = None if facts.drift is None else json.dumps(facts.drift)
             self._groups.add(facts.group)
-            told = (drift if name == "drift" else getattr(facts, name) for name in _FACTS)
-            rows.append((facts.session, *told, file))
+            values = (drift if name == "drift" else getattr(facts, name) for name in _FACTS)
+            rows.append((facts.session, *values, file))
         self._db.executemany(_PUT, rows)
         at = _FACTS.index("group") + 1
         self._db.executemany("INSERT OR IGNORE INTO groups (grp) VALUES (?)", {(row[at],) for row in rows})
@@ -353,11 +353,11 @@ class RunIndex:
         names = [column[0] for column in cursor.description]
         found = []
         for row in cursor:
-            told = dict(zip(names, row, strict=True))
-            group, told["drift"] = told.pop("grp"), json.loads(told["drift"] or "{}")
-            score = scores.pop((group, told["index"]), None)
-            told |= {"group": group, "key": told["session"], "step": steps.get(group), "score": score}
-            found.append(told)
+            attempt = dict(zip(names, row, strict=True))
+            group, attempt["drift"] = attempt.pop("grp"), json.loads(attempt["drift"] or "{}")
+            score = scores.pop((group, attempt["index"]), None)
+            attempt |= {"group": group, "key": attempt["session"], "step": steps.get(group), "score": score}
+            found.append(attempt)
         return found + [_of_texts(group, index, steps[group], score) for (group, index), score in scores.items()]
 
     def state_of_texts(self, group: str, index: int) -> list[Any]:
@@ -375,8 +375,8 @@ class RunIndex:
         found = []
         for row, step, score, file, start, length in rows:
             record = readers.line_at(self._place / file, start, length)
-            told = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
-            found.append(told | {"row": row, "step": step, "score": score})
+            text = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
+            found.append(text | {"row": row, "step": step, "score": score})
         return found
 
     def _begin_anew(self) -> None:

@@ -50,7 +50,7 @@ class Sources:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self.known = {file: Source(*told) for file, *told in db.execute("SELECT * FROM sources")}
+        self.known = {file: Source(*values) for file, *values in db.execute("SELECT * FROM sources")}
 
     def note(self, file: str, source: Source) -> None:
         self.known[file] = source
@@ -80,20 +80,20 @@ class Summaries:
         if step not in self._held:
             row = self._db.execute("SELECT told FROM summaries WHERE step = ?", (_number(step),)).fetchone()
             self._held[step] = (json.loads(row[0]) if row else None), 0.0, row is not None
-        told, again, holds = self._held[step]
-        return told if holds or time.monotonic() < again else None
+        summary, again, holds = self._held[step]
+        return summary if holds or time.monotonic() < again else None
 
-    def keep(self, step: int | None, told: dict[str, Any], *, took_s: float, lasts: bool) -> None:
+    def keep(self, step: int | None, summary: dict[str, Any], *, took_s: float, lasts: bool) -> None:
         """``lasts``: it stays as it is while the attempts do."""
-        self._held[step] = told, time.monotonic() + took_s / _SHARE, lasts
+        self._held[step] = summary, time.monotonic() + took_s / _SHARE, lasts
         if lasts:
-            self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
+            self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(summary)))
 
     def lose(self, steps: Iterable[int | None]) -> None:
         """Attempts of these have changed."""
         for step in steps:
-            told, again, _ = self._held.get(step, (None, 0.0, False))
-            self._held[step] = told, again, False
+            summary, again, _ = self._held.get(step, (None, 0.0, False))
+            self._held[step] = summary, again, False
             self._db.execute("DELETE FROM summaries WHERE step = ?", (_number(step),))
 
 

@@ -177,8 +177,9 @@ def _standing_of(watched: Watched) -> dict[str, Any]:
     try:
         return watched.run_summary()
     except OSError as error:
-        told = {"id": watched.place.id, "name": watched.place.name, "style": "bad", "state": f"cannot be read: {error}"}
-        return told | dict.fromkeys(("step", "total_steps", "reward", "step_s", "changed"))
+        place, state = watched.place, f"cannot be read: {error}"
+        summary = {"id": place.id, "name": place.name, "style": "bad", "state": state}
+        return summary | dict.fromkeys(("step", "total_steps", "reward", "step_s", "changed"))
 
 
 def _serve_runs(app: FastAPI, places: Places) -> None:

@@ -177,11 +177,11 @@ class Watched:
                 self._trained = index.steps()
             steps: list[int | None] = [*sorted({*records, *self._trained}, reverse=True)]
             steps += [None] if index.num_groups(None) else []
-            told = self._summaries(index, steps, records)
+            lines = self._summaries(index, steps, records)
             return {
                 **self._head(index),
-                "steps": told,
-                "is_behind": index.is_behind or any(line["groups"] is None for line in told),
+                "steps": lines,
+                "is_behind": index.is_behind or any(line["groups"] is None for line in lines),
                 "flags": watched_groups.FLAGS,
             }
 
@@ -218,16 +218,15 @@ class Watched:
         with self._lock:
             index = self._current()
             known = self._known(index, key)
-            told: dict[str, Any] = self._head(index)
-            told["group"] = watched_groups.groups_of(index.group(known["group"]), self._now())[0]
+            head, group = self._head(index), watched_groups.groups_of(index.group(known["group"]), self._now())[0]
             state = known["index"] is not None and index.state_of_texts(known["group"], known["index"])
-            told["mark"] = long_texts.mark_of([known, told["group"], told["problems"], told["is_behind"], state])
-            if seen == told["mark"]:
+            mark = long_texts.mark_of([known, group, head["problems"], head["is_behind"], state])
+            if seen == mark:
                 return None
-            told |= self._content_of(index, known)
+            answer = {**head, "group": group, "mark": mark, **self._content_of(index, known)}
             for part in ("turns", "texts"):
-                told[part] = long_texts.cut(told[part], part)
-            return told
+                answer[part] = long_texts.cut(answer[part], part)
+            return answer
 
     def text(self, key: str, at: str) -> dict[str, str]:
         """The whole of a text that `attempt` has the beginning of.
@@ -277,23 +276,23 @@ class Watched:
     def _content_of(self, index: RunIndex, known: dict[str, Any]) -> dict[str, Any]:
         """What was said in an attempt, and what was made of it."""
         decode = self._text.decode()
-        told: dict[str, Any] = {"texts": []}
+        content: dict[str, Any] = {"texts": []}
         if known["index"] is not None:
-            told["texts"] = index.texts(known["group"], known["index"])
+            content["texts"] = index.texts(known["group"], known["index"])
         whole = self._whole(index, known)
         if whole is not None:
             session, answers = whole
             rows = build_rows(session.tree)
-            told["turns"] = transcript.conversation(session, answers, transcript.with_pictures(decode))
-            told["attempt"] = transcript.facts(known, session)
+            content["turns"] = transcript.conversation(session, answers, transcript.with_pictures(decode))
+            content["attempt"] = transcript.facts(known, session)
         else:
             rows = self._closed_rows(known)
-            told["turns"] = transcript.told_by_rows(rows, decode)
-            told["attempt"] = transcript.facts(known, None)
-        told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
-        told["why_no_turns"] = "" if told["turns"] else transcript.why_nothing(known)
-        told["why_no_text"] = self._text.why_none
-        return told
+            content["turns"] = transcript.told_by_rows(rows, decode)
+            content["attempt"] = transcript.facts(known, None)
+        content["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
+        content["why_no_turns"] = "" if content["turns"] else transcript.why_nothing(known)
+        content["why_no_text"] = self._text.why_none
+        return content
 
     def tokens(self, key: str, row: int, seen: str = "") -> dict[str, Any] | None:
         """A row token by token; ``seen`` and ``None`` as for `attempt`.
@@ -319,10 +318,10 @@ class Watched:
             if not 0 <= row < len(rows):
                 raise NotThere(f"attempt {key} has {len(rows)} rows; there is no row {row}")
             signals = readers.signals(self.place.path, known, rows, row)
-            told = transcript.token_view(rows[row], self._text.of_token, signals)
+            view = transcript.token_view(rows[row], self._text.of_token, signals)
             return {
                 **head, "attempt": known, "row": row, "num_rows": len(rows), "mark": mark,
-                "why_no_text": self._text.why_none, **told,
+                "why_no_text": self._text.why_none, **view,
             }  # fmt: skip
 
     # ------------------------------------------------------------ parts
@@ -333,16 +332,16 @@ class Watched:
         """A line per step. Those whose attempts have changed are counted anew, for as long as `_COUNT_S`."""
         until, found = time.monotonic() + _COUNT_S, []
         for step in steps:
-            told = index.summaries.get(step)
+            summary = index.summaries.get(step)
             name = watched_groups.NO_STEP if step is None else step
-            if told is None and time.monotonic() < until:
+            if summary is None and time.monotonic() < until:
                 began = time.thread_time()
-                told = watched_groups.summary(name, index.attempts(step=step), self._now())
-                told |= {"counted": told["groups"], "groups": index.num_groups(step)}
-                lasts = "under way" not in told["flags"]  # what is silent changes by itself
-                index.summaries.keep(step, told, took_s=time.thread_time() - began, lasts=lasts)
+                summary = watched_groups.summary(name, index.attempts(step=step), self._now())
+                summary |= {"counted": summary["groups"], "groups": index.num_groups(step)}
+                lasts = "under way" not in summary["flags"]  # what is silent changes by itself
+                index.summaries.keep(step, summary, took_s=time.thread_time() - began, lasts=lasts)
             record = records.get(step, {}) if step is not None else {}
-            found.append(watched_groups.with_record(told or watched_groups.uncounted(name), record))
+            found.append(watched_groups.with_record(summary or watched_groups.uncounted(name), record))
         return found
 
     def _head(self, index: RunIndex) -> dict[str, Any]:

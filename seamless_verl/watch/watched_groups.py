@@ -42,7 +42,7 @@ def flags_of(attempt: Attempt, now: float) -> list[str]:
     """
     step, oldest = attempt.get("step"), attempt.get("oldest")
     is_given_up, is_surplus = attempt.get("state") == GIVEN_UP, attempt.get("status") == SURPLUS
-    told = {
+    oddities = {
         "cut off": bool(attempt.get("cut")),
         "drifted": any(reason not in _HARMLESS for reason in attempt["drift"]),
         "interrupted": bool(attempt.get("seams")),
@@ -53,7 +53,7 @@ def flags_of(attempt: Attempt, now: float) -> list[str]:
         "cut off by redundancy": is_given_up and is_surplus,
         "given up": is_given_up and not is_surplus,
     }
-    return [flag for flag, holds in told.items() if holds]
+    return [flag for flag, holds in oddities.items() if holds]
 
 
 def is_silent(attempt: Attempt, now: float) -> bool:
@@ -151,10 +151,10 @@ def uncounted(step: Any) -> dict[str, Any]:
     return {"step": step, "groups": None, "attempts": None, "reward": None, "flags": {}}
 
 
-def with_record(told: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def with_record(line: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """The line with what ``steps.jsonl`` says of the step; an empty record says nothing."""
     return {
-        **told,
-        "reward": record.get("reward", told["reward"]),
+        **line,
+        "reward": record.get("reward", line["reward"]),
         **{name: record.get(name) for name in ("step_s", "staleness_max", "tokens_per_s")},
     }

@@ -8,7 +8,7 @@ from seamless_verl.observe import flight
 from seamless_verl.observe.digest import digest
 from seamless_verl.observe.flight import Phase, SliceState
 from seamless_verl.observe.page.findings import Severity, findings
-from seamless_verl.observe.page.html import _requests, _told
+from seamless_verl.observe.page.html import _requests, _subtitle
 from seamless_verl.observe.page.words import DRIFT, REALIGNED
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import Category
@@ -83,7 +83,7 @@ def test_a_slice_of_another_size_after_a_resumption_counts_each_second_once():
         (4, [(10.0, 11.0), (11.0, 13.0)]),
     ]
     assert [{at for at, level in lane.load if level} for lane in run.lanes] == [{1.0}, {11.0}]
-    assert "4 devices in 1 slices" in _told(run)
+    assert "4 devices in 1 slices" in _subtitle(run)
 
 
 def test_steps_and_whole_agree_on_a_large_recording():
