@@ -119,7 +119,7 @@ class AttemptLog:
 
     @contextmanager
     def attempt(self, task: str, *, validation: bool, where: Callable[[], tuple[str, ...]]) -> Iterator[None]:
-        """Stands around one attempt; what comes out of it is its failure. One that is cancelled was surplus."""
+        """Watch one attempt: an exception raised inside is its failure. A cancelled attempt was surplus, and is not."""
         attempt = UnderWay(task, validation, self._clock(), where)
         self._under_way[id(attempt)] = attempt
         token = self._current.set(attempt)

@@ -58,11 +58,11 @@ class _Shares:
 
 
 class AttemptTimes:
-    """Of every attempt that the recording knows, those under way included."""
+    """Where the time of each attempt went, and of each step; of all attempts in the recording, ended or not."""
 
     def __init__(self, run: RunDigest) -> None:
         self._requests, self._queued, self._held, lost = _requests(run)
-        # Not ended (yet).
+        # From the requests, for attempts that have not ended; those that have say it themselves (below).
         self._spans = {s: (min(spans)[0], lost.get(s, run.span_s)) for s, spans in self._queued.items()}
         for event in run.recording.events:
             if isinstance(event, flight.SessionEnded | flight.SessionGivenUp):
@@ -190,7 +190,10 @@ def _without(intervals: Intervals, taken: Intervals) -> list[tuple[float, float]
 
 
 def _part(span: tuple[float, float], attempt: tuple[float, float], is_whole: bool) -> str:
-    """Which part of an attempt a time without requests is; one that was given up, or goes on, has no end."""
+    """Name a time without requests by where in the attempt it lies: ``start``, ``agent`` or ``end``.
+
+    An attempt that was given up, or is under way (not ``is_whole``), has no ``end``.
+    """
     if (span[0] == attempt[0]) == (span[1] == attempt[1]):
         return "agent"
     return "start" if span[0] == attempt[0] else "end" if is_whole else "agent"

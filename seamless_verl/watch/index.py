@@ -130,7 +130,10 @@ class RunIndex:
                 most = 0  # of the others only whether there is something
 
     def _row_files(self) -> list[Path]:
-        """A long run has thousands, and those that are whole hardly ever change: a run that repeats a step does it."""
+        """The row files to look at now: none while nothing new is there, and all of them every `_AGAIN_S` seconds.
+
+        A long run has thousands. Those that are whole change only where a restarted run repeats their step.
+        """
         folders = [folder.stat().st_mtime_ns for folder in files_of(self._place, ROW_FOLDERS)]
         known, self._rows_as = self._rows_as, folders
         if folders == known and not self._rows_changed and not self.is_behind and time.monotonic() < self._rows_again:
@@ -211,7 +214,7 @@ class RunIndex:
         return Read(max(numbers.values(), default=known.mark), goes_on)
 
     def _read_journal(self, file: Path, name: str, known: Source, until: float) -> Read:
-        """Sessions under way, so many as there is time for: new turns are read, those that left are over."""
+        """Read new turns of the sessions under way until time is up; sessions that left the journal are over."""
         before, goes_on = self._open_sessions.setdefault(name, {}), False
         with readers.journal(file, self.scratch) as db:
             sessions = {row[0]: 0 for row in db.execute("SELECT id FROM sessions")} | readers.num_turns(db)
@@ -288,12 +291,12 @@ class RunIndex:
         return [step for (step,) in found]
 
     def num_groups(self, step: int | None) -> int:
-        """Of which `attempts` shows so many."""
+        """How many groups the step trained; ``None``: how many no step did (`attempts` has the latest of those)."""
         found: int = self._db.execute("SELECT count(*) FROM groups WHERE step IS ?", (step,)).fetchone()[0]
         return found
 
     def silent(self, before: float) -> list[tuple[str, float]]:
-        """Sessions under way whose last answer is older than that, with when it came; the longest first."""
+        """Sessions under way that got no answer since ``before``, each with when it got its last; the oldest first."""
         asked = "SELECT session, latest FROM attempts WHERE state = 'open' AND latest < ? AND file IS NOT NULL"
         return list(self._db.execute(f"{asked} ORDER BY latest", (before,)))
 
@@ -361,7 +364,7 @@ class RunIndex:
         return found + [_of_texts(group, index, steps[group], score) for (group, index), score in scores.items()]
 
     def state_of_texts(self, group: str, index: int) -> list[Any]:
-        """Changes when what `texts` tells does."""
+        """A value that changes whenever what `texts` returns does."""
         asked = (
             "SELECT row, file, start, length, changed_ns FROM texts LEFT JOIN sources USING (file) "
             'WHERE grp = ? AND "index" = ? ORDER BY row'

@@ -1,4 +1,4 @@
-"""Answers that stay small, whatever agents wrote: of a long text its beginning, of what was seen nothing. Pure."""
+"""Keeps answers to the page small: a long text is cut, and what the page has seen already is not sent again. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cut(content: Any, at: str) -> Any:
 
 
 def found(content: Any, at: str) -> str | None:
-    """The text at that place of what `cut` was given a part of; ``None``: there is none."""
+    """The whole text that `cut` named with this ``at``; ``None``: there is none."""
     for name in at.split("."):
         if isinstance(content, Mapping):
             content = content.get(name)
@@ -39,5 +39,5 @@ def found(content: Any, at: str) -> str | None:
 
 
 def mark_of(content: Any) -> str:
-    """A short name of these facts: the same as long as none of them changes."""
+    """A digest of the content, by which the page knows that nothing has changed."""
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -41,7 +41,10 @@ class Place:
 
 
 def is_place(folder: Path) -> bool:
-    """Not where this user may not enter: `os.path` asks, since `Path.is_dir` raises there."""
+    """Whether a run or a recording lies in this folder; never where this user may not enter.
+
+    `os.path` says no there, `Path.is_dir` raises.
+    """
     if os.path.isdir(folder / FLIGHT) or os.path.isfile(folder / STEPS) or is_run_folder(folder):
         return True
     return any(next(folder.glob(pattern), None) is not None for pattern in (*JOURNALS, *KEPT_FILES))

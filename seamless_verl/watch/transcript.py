@@ -223,7 +223,7 @@ def numbers_for_text(token_ids: Sequence[int]) -> str:
 
 
 def facts(attempt: Mapping[str, Any], session: Session | None) -> dict[str, Any]:
-    """What stands above a conversation."""
+    """The facts of an attempt that the page shows above its conversation."""
     if session is None:
         return dict(attempt)
     return {

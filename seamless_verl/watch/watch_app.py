@@ -173,7 +173,7 @@ def _run_of(places: Places, run: str) -> Watched:
 
 
 def _standing_of(watched: Watched) -> dict[str, Any]:
-    """One run that cannot be read does not hide the others."""
+    """A run's line in the list; one that cannot be read has a line that says so, and does not hide the others."""
     try:
         return watched.run_summary()
     except OSError as error:

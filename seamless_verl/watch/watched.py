@@ -78,7 +78,7 @@ class Watched:
         self._report_again = 0.0
 
     def _now(self) -> float:
-        """Seconds since 1970; 0 where no time goes by for the run any more."""
+        """Seconds since 1970 while the run goes on, else 0: then nothing of it can be late."""
         return time.time() if self._is_alive(self.place.path) else 0.0
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Watched:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What is laid over another run."""
+        """Figures of this run, which the page compares with those of another."""
         return {"run": {**self.run_summary(), "path": shlex.quote(str(self.place.path))}, **self.report().figures}
 
     def times(self, key: str, step: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _FEWEST_GROUPS, _MOST_SILENT = 8, 0.5
 
 
 class Severity(Enum):
-    """In order of urgency."""
+    """How urgent a finding is, the most urgent first."""
 
     BROKEN = "broken"
     COSTLY = "costly"
@@ -217,7 +217,7 @@ def _overheads(run: RunDigest) -> Findings:
 
 
 def _validation(run: RunDigest) -> Findings:
-    """A quarter of the trainer's whole time."""
+    """Validation takes more than a quarter of the trainer's whole time."""
     for pool, seconds in run.pools().items():
         total = sum(seconds.values())
         if total > 0 and seconds[Category.VALIDATION] / total > 0.25:
