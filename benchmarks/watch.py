@@ -87,7 +87,7 @@ def generate(run: Path, steps: int, attempts: int) -> None:
     (run / "rows").mkdir()
     with (run / FLIGHT / "generated.jsonl").open("w") as recording, (run / STEPS).open("w") as records:
         recording.write(encode_header(_HEADER) + "\n")
-        start = RunStarted(at=0.0, name="generated", policy="", eta=1, total_steps=steps)
+        start = RunStarted(at=0.0, name="generated", policy="", eta=1, bound=1, total_steps=steps)
         recording.write(encode_event(start) + "\n")
         for step in range(1, steps + 1):
             recording.write(encode_event(StepBegan(at=100.0 * step, step=step)) + "\n")

@@ -314,7 +314,7 @@ class Curriculum:
             _Epoch(
                 number=epoch["number"],
                 stage=epoch["stage"],
-                queue=deque(prompt for prompt in epoch["queue"] if prompt in self._pool),  # older states hold others
+                queue=deque(epoch["queue"]),
                 in_flight=dict(epoch["in_flight"]),
                 failed=dict(epoch["failed"]),
                 outcomes={prompt: Outcome(value) for prompt, value in epoch["outcomes"]},

@@ -98,8 +98,7 @@ class RunDigest:
     @property
     def bound(self) -> int | None:
         """On staleness; ``None``: nothing keeps one."""
-        start = self.tallies.start
-        return None if start is None else start.eta if start.bound == -1 else start.bound
+        return self.tallies.start.bound if self.tallies.start is not None else None
 
     @property
     def whole_steps(self) -> tuple[StepSpan, ...]:
@@ -246,7 +245,7 @@ def with_pulls(events: Sequence[FlightEvent]) -> tuple[FlightEvent, ...]:
                 pulls.append(SliceMoved(at=at, slice=name, state=state, reason=_PULLED))
     pulled = {move.slice for move in pulls}
     states: dict[str, SliceState] = {}
-    told: list[FlightEvent] = []
+    kept: list[FlightEvent] = []
     for event in sorted([*events, *pulls], key=lambda event: event.at):
         if isinstance(event, SliceMoved) and event.slice in pulled:
             loads = {states.get(event.slice), event.state} == {SliceState.ROLLOUT, SliceState.SYNCING}
@@ -254,8 +253,8 @@ def with_pulls(events: Sequence[FlightEvent]) -> tuple[FlightEvent, ...]:
                 continue
         if isinstance(event, (SliceAdded, SliceMoved)):
             states[event.slice] = event.state
-        told.append(event)
-    return tuple(told)
+        kept.append(event)
+    return tuple(kept)
 
 
 # ---------------------------------------------------------------- where prefill ended
@@ -288,11 +287,11 @@ def with_first_tokens(events: Sequence[FlightEvent]) -> tuple[FlightEvent, ...]:
             share = prefill / (prefill + decode)
             at = start.at + share * (end.at - start.at)
             first[id(start)] = FirstToken(at=at, request=start.request, slice=start.slice)
-    told: list[FlightEvent] = [
+    announced: list[FlightEvent] = [
         replace(event, first_token_follows=True) if isinstance(event, RequestStarted) and id(event) in first else event
         for event in events
     ]
-    return tuple(sorted([*told, *first.values()], key=lambda event: event.at))
+    return tuple(sorted([*announced, *first.values()], key=lambda event: event.at))
 
 
 def token_costs(requests: Iterable[tuple[int, int, float]]) -> TokenCosts | None:

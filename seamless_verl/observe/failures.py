@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class HangingAttempt:
     """An attempt that should have ended.
 
     Attributes:
@@ -68,7 +68,7 @@ class AttemptNews:
     Attributes:
         ended: attempts that ended, and how many of them failed; training, then validation.
         failures: those that failed, `_MOST_KEPT` at most.
-        standing: those under way for longer than they may be, now.
+        hanging: attempts that are under way for longer than they may be, now.
         blocked: where its event loop stands, and for how many seconds it has not turned; None: it turns.
         notes: what else the user should know.
     """
@@ -76,7 +76,7 @@ class AttemptNews:
     ended: tuple[int, int]
     failed: tuple[int, int]
     failures: tuple[Failure, ...]
-    standing: tuple[Standing, ...] = ()
+    hanging: tuple[HangingAttempt, ...] = ()
     blocked: tuple[float, tuple[str, ...]] | None = None
     notes: tuple[str, ...] = ()
 
@@ -119,7 +119,7 @@ class AttemptLog:
 
     @contextmanager
     def attempt(self, task: str, *, validation: bool, where: Callable[[], tuple[str, ...]]) -> Iterator[None]:
-        """Stands around one attempt; what comes out of it is its failure. One that is cancelled was surplus."""
+        """Watch one attempt: an exception raised inside is its failure. A cancelled attempt was surplus, and is not."""
         attempt = UnderWay(task, validation, self._clock(), where)
         self._under_way[id(attempt)] = attempt
         token = self._current.set(attempt)
@@ -160,7 +160,7 @@ class AttemptLog:
     def take(self, late_s: float) -> AttemptNews:
         """What became of attempts since the last call, and those under way for more than ``late_s`` seconds."""
         now = self._clock()
-        standing = [a for a in list(self._under_way.values()) if now - a.began > late_s]
+        late = [a for a in list(self._under_way.values()) if now - a.began > late_s]
         failures, self._failures = self._failures, []
         ended, self._ended = self._ended, [0, 0]
         failed, self._failed = self._failed, [0, 0]
@@ -170,8 +170,8 @@ class AttemptLog:
             failed=(failed[0], failed[1]),
             failures=tuple(failures),
             notes=notes,
-            standing=tuple(
-                Standing(task=a.task, seconds=now - a.began, reward=a.reward, places=a.where()) for a in standing
+            hanging=tuple(
+                HangingAttempt(task=a.task, seconds=now - a.began, reward=a.reward, places=a.where()) for a in late
             ),
         )
 
@@ -217,7 +217,7 @@ class AttemptBook:
                 continue
             if len(self._told) < _MOST_KINDS:
                 self._told.add(failure.kind)
-                lines += _told(failure)
+                lines += _first_of_kind(failure)
             else:
                 many = f"attempts fail in more than {_MOST_KINDS} ways; further ones are counted, not told"
                 lines += self._once((many,), many)
@@ -231,9 +231,9 @@ class AttemptBook:
             said = f"a rollout worker's event loop has stood for {seconds:.0f} s, and with it all of its attempts, in:"
             advice = "code of `async def` must not block: await asyncio.to_thread(…) there"
             lines += self._once(places, said, *_indented(places), f"  ({advice})")
-        by_place: dict[tuple[str, ...], list[Standing]] = {}
-        for standing in news.standing:
-            by_place.setdefault(standing.places, []).append(standing)
+        by_place: dict[tuple[str, ...], list[HangingAttempt]] = {}
+        for attempt in news.hanging:
+            by_place.setdefault(attempt.places, []).append(attempt)
         for places, them in by_place.items():
             longest = max(them, key=lambda attempt: attempt.seconds)
             waits = "waits for its reward, whose function stands in" if longest.reward else "waits in"
@@ -280,7 +280,7 @@ def alarm(step: int, ended: int, failed: int) -> str | None:
     )
 
 
-def _told(failure: Failure) -> list[str]:
+def _first_of_kind(failure: Failure) -> list[str]:
     where = "validation" if failure.validation else "training"
     return [
         f"an attempt of {where} failed (task {failure.task}): {failure.error}",

@@ -47,14 +47,14 @@ class RunStarted(FlightEvent):
     """A run, or the continuation of one in the same folder, begins; slices are declared anew after it.
 
     Attributes:
-        bound: on staleness; ``None``: nothing keeps one; -1: ``eta`` (the writer is of a version that did not say).
+        bound: on staleness; ``None``: nothing keeps one.
     """
 
     name: str
     policy: str
     eta: int
     total_steps: int
-    bound: int | None = -1
+    bound: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +258,7 @@ class SessionEnded(FlightEvent):
         group: uid of its prompt.
         status: how the agent ended.
         drift: how often each reason kept a request from matching its session's tree cleanly.
-        index: number of the attempt in its group; -1 where the writer does not say.
+        index: number of the attempt in its group; -1: of the simulator, which numbers none.
         detail: what went wrong, in the runner's words; empty: nothing.
     """
 

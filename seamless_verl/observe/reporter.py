@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStanding:
+class CurriculumProgress:
     """Where the curriculum is after a step.
 
     Attributes:
@@ -108,7 +108,7 @@ class StepReport:
     attempts: int = 0
     attempts_failed: int = 0
     idle_share: Mapping[str, float | None] = field(default_factory=dict)
-    curriculum: PoolStanding | None = None
+    curriculum: CurriculumProgress | None = None
     row_tokens: int = 0
     computed_tokens: int | None = None
     sharing_saved_s: float | None = None

@@ -48,7 +48,7 @@ class Requests:
 
 @dataclass(slots=True)
 class Rows:
-    """Of everything trained; one entry per row or per step."""
+    """Staleness and lengths of all rows that were trained; one entry per row or per step."""
 
     staleness: Counter[int] = field(default_factory=Counter)
     prompt_tokens: list[int] = field(default_factory=list)

@@ -292,7 +292,7 @@ class ReplicaSeconds:
             self._ledger.handle(flight.SliceRemoved(at=at, slice=name))
 
     def busy(self, at: float, replica: str) -> None:
-        """It has a request now, and had none."""
+        """The replica has a request now, and had none before."""
         self._ledger.handle(flight.RequestStarted(at=at, request=_ANY, slice=replica, prompt_tokens=0))
 
     def idle(self, at: float, replica: str) -> None:

@@ -386,8 +386,7 @@ class StalenessProtocol:
         self._entries.clear()
         for number, held in enumerate(state["buffers"], start=state["version"]):
             self._open(number)
-            for group, version, *size in held["occupied"]:  # none in a state of 0.1, which kept no sizes
-                tokens = size[0] if size else 0
+            for group, version, tokens in held["occupied"]:
                 entry = _GroupEntry(version=version, buffer=number, state=EntryState.OCCUPIED, tokens=tokens)
                 self._entries[group] = entry
                 self._buffers[-1].add_occupied(group, version, tokens)

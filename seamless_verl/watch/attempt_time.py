@@ -58,12 +58,11 @@ class _Shares:
 
 
 class AttemptTimes:
-    """Of every attempt that the recording knows, those under way included."""
+    """Where the time of each attempt went, and of each step; of all attempts in the recording, ended or not."""
 
     def __init__(self, run: RunDigest) -> None:
         self._requests, self._queued, self._held, lost = _requests(run)
-        self.tells_requests = bool(self._requests)
-        # Not ended (yet).
+        # From the requests, for attempts that have not ended; those that have say it themselves (below).
         self._spans = {s: (min(spans)[0], lost.get(s, run.span_s)) for s, spans in self._queued.items()}
         for event in run.recording.events:
             if isinstance(event, flight.SessionEnded | flight.SessionGivenUp):
@@ -82,9 +81,8 @@ class AttemptTimes:
         """``None``: the recording does not know it.
 
         Returns:
-            ``seconds``; ``parts``: ``(what, seconds)``, empty where requests do not say whose they are; ``spans``:
-            ``(what, share of the attempt at which it begins, share at which it ends)``; ``idle``: device-seconds by
-            pool.
+            ``seconds``; ``parts``: ``(what, seconds)``; ``spans``: ``(what, share of the attempt at which it begins,
+            share at which it ends)``; ``idle``: device-seconds by pool.
         """
         if session not in self._spans:
             return None
@@ -102,7 +100,7 @@ class AttemptTimes:
             spent[what] += to - at
         return {
             "seconds": seconds,
-            "parts": list(spent.items()) if self.tells_requests else [],
+            "parts": list(spent.items()),
             "spans": [(what, _share(at, began, seconds), _share(to, began, seconds)) for what, at, to in spans],
             "idle": self._idle(began, ended),
         }
@@ -192,7 +190,10 @@ def _without(intervals: Intervals, taken: Intervals) -> list[tuple[float, float]
 
 
 def _part(span: tuple[float, float], attempt: tuple[float, float], is_whole: bool) -> str:
-    """Which part of an attempt a time without requests is; one that was given up, or goes on, has no end."""
+    """Name a time without requests by where in the attempt it lies: ``start``, ``agent`` or ``end``.
+
+    An attempt that was given up, or is under way (not ``is_whole``), has no ``end``.
+    """
     if (span[0] == attempt[0]) == (span[1] == attempt[1]):
         return "agent"
     return "start" if span[0] == attempt[0] else "end" if is_whole else "agent"

@@ -58,8 +58,8 @@ def _facts(run: RunDigest) -> Iterator[tuple[str, str, str]]:
         idle = sum(seconds[category] for seconds in pools.values() for category in IDLE)
         yield "idle", share(idle / total), "of the device time in steps: waiting for data, work or stragglers"
     if (cost := run.device_s_per_token()) is not None:
-        told = f"{duration(cost * 1000)}"
-        yield "device time per 1,000 trained tokens", told, "device time in steps, over tokens that carried a gradient"
+        time = duration(cost * 1000)
+        yield "device time per 1,000 trained tokens", time, "device time in steps, over tokens that carried a gradient"
     for name, values, about in (
         ("answer tokens of a row", run.tallies.rows.response_tokens, "of what was trained, observations included"),
         ("seconds of an attempt", run.tallies.sessions.seconds, "of agents' attempts that ended"),

@@ -15,18 +15,19 @@ import json
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.watch import readers
-from seamless_verl.watch.index_file import Source, Sources, Summaries, opened
+from seamless_verl.watch.index_file import Read, Source, Sources, Summaries, opened
 from seamless_verl.watch.readers import AttemptFacts, TrainedText
 from seamless_verl.watch.run_places import JOURNALS, KEPT_FILES, ROW_FILES, ROW_FOLDERS, files_of
 
 INDEX = "watch.sqlite"
+_Limit = TypeVar("_Limit")
 _VERSION = 5
 _MOST_KEPT = 25  # sessions, and bytes of a file: between two looks at the clock
 _MOST_BYTES = 1 << 18
@@ -82,10 +83,6 @@ class RunIndex:
         self._groups: set[str] = set()  # that this update touched, and steps that it took attempts from
         self._lost: set[int | None] = set()
         self.sources, self.summaries = Sources(self._db), Summaries(self._db)
-        self._most = self._unread = 0
-        self._until = 0.0  # sessions under way are read
-        self._goes_on = False  # there is more in the file that was read last
-        self._has_read = False  # in this update
         self._rows_as: list[int] = []  # when the folders of rows had been changed
         self._rows_changed, self._rows_again = True, 0.0
         self.is_behind = True
@@ -106,29 +103,37 @@ class RunIndex:
         if any(not file.exists() or file.stat().st_size < mark for file, mark in self._marks()):
             self._lost = {None, *self.steps()}
             self._begin_anew()
-        files = (files_of(self._place, (f"{FLIGHT}/*.jsonl",)), self._row_files(), files_of(self._place, KEPT_FILES))
-        self.is_behind, self._most = False, _MOST_BYTES
-        self._groups = set()
+        grow = [(file, self._read_recording) for file in files_of(self._place, (f"{FLIGHT}/*.jsonl",))]
+        grow += [(file, self._read_rows) for file in self._row_files()]
+        grow += [(file, self._read_kept) for file in files_of(self._place, KEPT_FILES)]
+        self.is_behind, self._groups = False, set()
         self._db.execute("BEGIN")
         try:
-            self._until = time.monotonic() + _UPDATE_S
+            until = time.monotonic() + _UPDATE_S
             for file in files_of(self._place, JOURNALS):
-                self.is_behind |= self._guarded(file, self._read_journal)
-            self._has_read, until = False, time.monotonic() + _UPDATE_S
-            grow = zip((self._read_recording, self._read_rows, self._read_kept), files, strict=True)
-            for file, read in ((file, read) for read, those in grow for file in those):
-                more = self._guarded(file, read)
-                while more and time.monotonic() < until:
-                    more = self._guarded(file, read)
-                self.is_behind |= more
-                if self._has_read and time.monotonic() >= until:
-                    self._most = 0  # of the others only whether there is something
+                self.is_behind |= self._guarded(file, self._read_journal, until)[0]
+            self._read_on(grow)
             return self._changed()
         finally:
             self._db.execute("COMMIT")
 
+    def _read_on(self, grow: Sequence[tuple[Path, Callable[[Path, str, Source, int], Read]]]) -> None:
+        """Read what is new in these files for as long as `_UPDATE_S`, but in one of them at least."""
+        until, most, has_read = time.monotonic() + _UPDATE_S, _MOST_BYTES, False
+        for file, read in grow:
+            more, is_new = self._guarded(file, read, most)
+            has_read |= is_new
+            while more and time.monotonic() < until:
+                more, _ = self._guarded(file, read, most)
+            self.is_behind |= more
+            if has_read and time.monotonic() >= until:
+                most = 0  # of the others only whether there is something
+
     def _row_files(self) -> list[Path]:
-        """A long run has thousands, and those that are whole hardly ever change: a run that repeats a step does it."""
+        """The row files to look at now: none while nothing new is there, and all of them every `_AGAIN_S` seconds.
+
+        A long run has thousands. Those that are whole change only where a restarted run repeats their step.
+        """
         folders = [folder.stat().st_mtime_ns for folder in files_of(self._place, ROW_FOLDERS)]
         known, self._rows_as = self._rows_as, folders
         if folders == known and not self._rows_changed and not self.is_behind and time.monotonic() < self._rows_again:
@@ -149,81 +154,80 @@ class RunIndex:
         found = self._db.execute("SELECT DISTINCT step FROM groups WHERE grp IN (SELECT grp FROM changed)")
         return {None, *(step for (step,) in found)}
 
-    def _guarded(self, file: Path, read: Any) -> bool:
-        """Whether there is more in it."""
+    def _guarded(
+        self, file: Path, read: Callable[[Path, str, Source, _Limit], Read], limit: _Limit
+    ) -> tuple[bool, bool]:
+        """Read on in a file up to ``read``'s limit, and note how far, or why it cannot be read.
+
+        Returns:
+            Whether there is more in it, and whether anything was new.
+        """
         name = str(file.relative_to(self._place))
-        known = self.sources.known.get(name)
-        mark, problem, changed_ns, unread = known or Source()
-        self._unread, self._goes_on = 0, False
+        known, more = self.sources.known.get(name, Source()), False
         try:
-            state = file.stat()
-            if read == self._read_rows and changed_ns == state.st_mtime_ns and mark == state.st_size:
-                return False  # as nearly all files of a long run
-            if read == self._read_rows and mark and changed_ns != state.st_mtime_ns:
-                self._forget_texts(name)
-                mark = unread = 0
-            mark, problem, changed_ns = read(file, name, mark), "", state.st_mtime_ns
+            changed_ns = file.stat().st_mtime_ns
+            mark, more, unread = read(file, name, known, limit)
+            source = Source(mark, "", changed_ns, unread)
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError, IndexError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        source = Source(mark, problem, changed_ns, unread + self._unread)
+            source = known._replace(problem=f"{type(error).__name__}: {error}")
         if source != known:
-            self._has_read = True
-            self._rows_changed |= read == self._read_rows
             self.sources.note(name, source)
-        return self._goes_on
+        return more, source != known
 
-    def _new_lines(self, file: Path, mark: int) -> readers.Lines:
-        found = readers.new_lines(file, mark, self._most)
-        self._goes_on = found.is_part
-        return found
-
-    def _read_recording(self, file: Path, name: str, mark: int) -> int:
-        found = self._new_lines(file, mark)
+    def _read_recording(self, file: Path, name: str, known: Source, most: int) -> Read:
+        found = readers.new_lines(file, known.mark, most)
         if found.lines:
             self._put(readers.ended_attempts(found, readers.clock_offset(file)), None)
-            self._unread += found.unread
-        return found.end
+        return Read(found.end, found.is_part, known.unread + found.unread)
 
-    def _read_rows(self, file: Path, name: str, mark: int) -> int:
-        if not mark and self._most and (rows := readers.closed_session(file)):
+    def _read_rows(self, file: Path, name: str, known: Source, most: int) -> Read:
+        state = file.stat()
+        is_changed, mark, unread = known.changed_ns != state.st_mtime_ns, known.mark, known.unread
+        if mark == state.st_size and not is_changed:
+            return Read(mark, unread=unread)  # as nearly all files of a long run
+        if mark and is_changed:
+            self._forget_texts(name)
+            mark = unread = 0
+        if not mark and most and (rows := readers.closed_session(file)):
             self._put([readers.facts_of_rows(rows)], name)
-            size = file.stat().st_size
-            self._unread += max(0, sum(1 for line in file.read_bytes().splitlines() if line.strip()) - len(rows))
-            return size
-        found = self._new_lines(file, mark)
-        self._put_texts(list(readers.trained_texts(found)), name)
-        self._unread += found.unread
-        return found.end
+            num_lines = sum(1 for line in file.read_bytes().splitlines() if line.strip())
+            found = Read(state.st_size, unread=max(0, num_lines - len(rows)))
+        else:
+            lines = readers.new_lines(file, mark, most)
+            self._put_texts(list(readers.trained_texts(lines)), name)
+            found = Read(lines.end, lines.is_part, unread + lines.unread)
+        self._rows_changed |= is_changed or found.mark != mark
+        return found
 
-    def _read_kept(self, file: Path, name: str, mark: int) -> int:
+    def _read_kept(self, file: Path, name: str, known: Source, most: int) -> Read:
         with readers.journal(file, self.scratch) as db:
             asked = "SELECT id, number FROM kept WHERE number > ? ORDER BY number LIMIT ?"
-            new = db.execute(asked, (mark, _MOST_KEPT + 1)).fetchall()
-            numbers = dict(new[: _MOST_KEPT if self._most else 0])
-            self._goes_on = len(new) > len(numbers)
+            new = db.execute(asked, (known.mark, _MOST_KEPT + 1)).fetchall()
+            numbers = dict(new[: _MOST_KEPT if most else 0])
+            goes_on = len(new) > len(numbers)
             self._put(readers.kept_sessions(db, frozenset(numbers)), name)
-            if numbers and not self._goes_on:  # else they may have left the file meanwhile
+            if numbers and not goes_on:  # else they may have left the file meanwhile
                 there = {session for (session,) in db.execute("SELECT id FROM kept")}
                 gone = self._db.execute("SELECT session FROM attempts WHERE file = ?", (name,)).fetchall()
                 left = [row for row in gone if row[0] not in there]
                 self._db.executemany("UPDATE attempts SET file = NULL WHERE session = ?", left)
-        return max(numbers.values(), default=mark)
+        return Read(max(numbers.values(), default=known.mark), goes_on)
 
-    def _read_journal(self, file: Path, name: str, mark: int) -> int:
-        """Sessions under way, so many as there is time for: new turns are read, those that left are over."""
-        before = self._open_sessions.setdefault(name, {})
+    def _read_journal(self, file: Path, name: str, known: Source, until: float) -> Read:
+        """Read new turns of the sessions under way until time is up; sessions that left the journal are over."""
+        before, goes_on = self._open_sessions.setdefault(name, {}), False
         with readers.journal(file, self.scratch) as db:
             sessions = {row[0]: 0 for row in db.execute("SELECT id FROM sessions")} | readers.num_turns(db)
             changed = [session for session, turns in sessions.items() if before.get(session) != turns]
             for start in range(0, len(changed), _MOST_KEPT):
-                if start and time.monotonic() >= self._until:
-                    self._goes_on = True
+                if start and time.monotonic() >= until:
+                    goes_on = True
                     break
                 part = changed[start : start + _MOST_KEPT]
                 self._put(readers.sessions_in(db, part, self._turns), name)
                 before.update((session, sessions[session]) for session in part)
-        known = self._db.execute("SELECT session, grp FROM attempts WHERE file = ?", (name,)).fetchall()
-        over = [(session, group) for session, group in known if session not in sessions]
+        ours = self._db.execute("SELECT session, grp FROM attempts WHERE file = ?", (name,)).fetchall()
+        over = [(session, group) for session, group in ours if session not in sessions]
         self._groups |= {group for _, group in over}
         self._db.executemany(
             "UPDATE attempts SET file = NULL, state = CASE state WHEN 'open' THEN 'over' ELSE state END "
@@ -233,15 +237,15 @@ class RunIndex:
         for session in before.keys() - sessions.keys():
             del before[session]
             self._turns.pop(session, None)
-        return mark
+        return Read(known.mark, goes_on)
 
     def _put(self, found: Iterable[AttemptFacts], file: str | None) -> None:
         rows = []
         for facts in found:
             drift = None if facts.drift is None else json.dumps(facts.drift)
             self._groups.add(facts.group)
-            told = (drift if name == "drift" else getattr(facts, name) for name in _FACTS)
-            rows.append((facts.session, *told, file))
+            values = (drift if name == "drift" else getattr(facts, name) for name in _FACTS)
+            rows.append((facts.session, *values, file))
         self._db.executemany(_PUT, rows)
         at = _FACTS.index("group") + 1
         self._db.executemany("INSERT OR IGNORE INTO groups (grp) VALUES (?)", {(row[at],) for row in rows})
@@ -287,12 +291,12 @@ class RunIndex:
         return [step for (step,) in found]
 
     def num_groups(self, step: int | None) -> int:
-        """Of which `attempts` shows so many."""
+        """How many groups the step trained; ``None``: how many no step did (`attempts` has the latest of those)."""
         found: int = self._db.execute("SELECT count(*) FROM groups WHERE step IS ?", (step,)).fetchone()[0]
         return found
 
     def silent(self, before: float) -> list[tuple[str, float]]:
-        """Sessions under way whose last answer is older than that, with when it came; the longest first."""
+        """Sessions under way that got no answer since ``before``, each with when it got its last; the oldest first."""
         asked = "SELECT session, latest FROM attempts WHERE state = 'open' AND latest < ? AND file IS NOT NULL"
         return list(self._db.execute(f"{asked} ORDER BY latest", (before,)))
 
@@ -352,19 +356,15 @@ class RunIndex:
         names = [column[0] for column in cursor.description]
         found = []
         for row in cursor:
-            told = dict(zip(names, row, strict=True))
-            group, told["drift"] = told.pop("grp"), json.loads(told["drift"] or "{}")
-            score = scores.pop((group, told["index"]), None)
-            told |= {"group": group, "key": told["session"], "step": steps.get(group), "score": score}
-            found.append(told)
-        # An older recording does not say which attempt of a group a session was: the rows then stand for the attempts.
-        replaced = {group for group, _ in scores} & {told["group"] for told in found if told["index"] is None}
-        return [told for told in found if told["group"] not in replaced] + [
-            _of_texts(group, index, steps[group], score) for (group, index), score in scores.items()
-        ]
+            attempt = dict(zip(names, row, strict=True))
+            group, attempt["drift"] = attempt.pop("grp"), json.loads(attempt["drift"] or "{}")
+            score = scores.pop((group, attempt["index"]), None)
+            attempt |= {"group": group, "key": attempt["session"], "step": steps.get(group), "score": score}
+            found.append(attempt)
+        return found + [_of_texts(group, index, steps[group], score) for (group, index), score in scores.items()]
 
     def state_of_texts(self, group: str, index: int) -> list[Any]:
-        """Changes when what `texts` tells does."""
+        """A value that changes whenever what `texts` returns does."""
         asked = (
             "SELECT row, file, start, length, changed_ns FROM texts LEFT JOIN sources USING (file) "
             'WHERE grp = ? AND "index" = ? ORDER BY row'
@@ -378,8 +378,8 @@ class RunIndex:
         found = []
         for row, step, score, file, start, length in rows:
             record = readers.line_at(self._place / file, start, length)
-            told = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
-            found.append(told | {"row": row, "step": step, "score": score})
+            text = {name: str(record.get(name, "")) for name in ("input", "output", "gts")}
+            found.append(text | {"row": row, "step": step, "score": score})
         return found
 
     def _begin_anew(self) -> None:

@@ -31,12 +31,26 @@ class Source(NamedTuple):
     unread: int = 0
 
 
+class Read(NamedTuple):
+    """What reading on in a file came to.
+
+    Attributes:
+        mark: where to read on next time.
+        goes_on: there is more in it than was read now.
+        unread: lines that are no records, of the whole file so far.
+    """
+
+    mark: int
+    goes_on: bool = False
+    unread: int = 0
+
+
 class Sources:
-    """Of an index, by the file's name in the run's folder."""
+    """How far each file of the run was read; names are those in the run's folder."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self.known = {file: Source(*told) for file, *told in db.execute("SELECT * FROM sources")}
+        self.known = {file: Source(*values) for file, *values in db.execute("SELECT * FROM sources")}
 
     def note(self, file: str, source: Source) -> None:
         self.known[file] = source
@@ -54,11 +68,11 @@ def _unread(count: int) -> str:
 
 
 class Summaries:
-    """What one line says of a step, while its attempts do not change."""
+    """The line of each step in the list of steps, kept until attempts of the step change."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        # By step: the line, until when it is told whatever changed, and whether nothing has.
+        # By step: its line, until when that is good even if attempts have changed, and whether none has.
         self._held: dict[int | None, tuple[dict[str, Any] | None, float, bool]] = {}
 
     def get(self, step: int | None) -> dict[str, Any] | None:
@@ -66,25 +80,30 @@ class Summaries:
         if step not in self._held:
             row = self._db.execute("SELECT told FROM summaries WHERE step = ?", (_number(step),)).fetchone()
             self._held[step] = (json.loads(row[0]) if row else None), 0.0, row is not None
-        told, again, holds = self._held[step]
-        return told if holds or time.monotonic() < again else None
+        summary, again, holds = self._held[step]
+        return summary if holds or time.monotonic() < again else None
 
-    def keep(self, step: int | None, told: dict[str, Any], *, took_s: float, lasts: bool) -> None:
-        """``lasts``: it stays as it is while the attempts do."""
-        self._held[step] = told, time.monotonic() + took_s / _SHARE, lasts
+    def keep(self, step: int | None, summary: dict[str, Any], *, took_s: float, lasts: bool) -> None:
+        """Keep the line of a step.
+
+        Args:
+            took_s: what making it cost; the more, the longer it is shown though attempts have changed.
+            lasts: it changes only with the attempts, and not as time goes by.
+        """
+        self._held[step] = summary, time.monotonic() + took_s / _SHARE, lasts
         if lasts:
-            self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(told)))
+            self._db.execute("INSERT OR REPLACE INTO summaries VALUES (?, ?)", (_number(step), json.dumps(summary)))
 
     def lose(self, steps: Iterable[int | None]) -> None:
-        """Attempts of these have changed."""
+        """Forget the lines of these steps, whose attempts have changed."""
         for step in steps:
-            told, again, _ = self._held.get(step, (None, 0.0, False))
-            self._held[step] = told, again, False
+            summary, again, _ = self._held.get(step, (None, 0.0, False))
+            self._held[step] = summary, again, False
             self._db.execute("DELETE FROM summaries WHERE step = ?", (_number(step),))
 
 
 def _number(step: int | None) -> int:
-    """As it stands in the table of summaries."""
+    """The step's number in the table of summaries, which knows no ``None``."""
     return -1 if step is None else step
 
 

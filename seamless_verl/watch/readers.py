@@ -263,13 +263,13 @@ def facts_of_rows(rows: list[dict[str, Any]]) -> AttemptFacts:
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    """As many whole records of ours as there are."""
+    """The whole records of a JSONL file that grows; read again only when it has changed."""
     return _records(file, *(file.stat().st_size, file.stat().st_mtime_ns) if file.exists() else (0, 0))
 
 
 @lru_cache(maxsize=8)
 def _records(file: Path, size: int, changed_ns: int) -> list[dict[str, Any]]:
-    """``size`` and ``changed_ns`` are what makes it another list."""
+    """Read the file; ``size`` and ``changed_ns`` are there for the cache only."""
     return read_records(file)
 
 

@@ -41,7 +41,10 @@ class Place:
 
 
 def is_place(folder: Path) -> bool:
-    """Not where this user may not enter: `os.path` asks, since `Path.is_dir` raises there."""
+    """Whether a run or a recording lies in this folder; never where this user may not enter.
+
+    `os.path` says no there, `Path.is_dir` raises.
+    """
     if os.path.isdir(folder / FLIGHT) or os.path.isfile(folder / STEPS) or is_run_folder(folder):
         return True
     return any(next(folder.glob(pattern), None) is not None for pattern in (*JOURNALS, *KEPT_FILES))
@@ -83,7 +86,7 @@ def content_of(place: Path, patterns: tuple[str, ...]) -> str:
     return " ".join(f"{name}:{state.st_size}:{state.st_mtime_ns}" for name, state in states)
 
 
-def standing(place: Path, *, alive: bool) -> dict[str, Any]:
+def run_summary(place: Path, *, alive: bool) -> dict[str, Any]:
     """What a list of runs shows of one: ``state`` in words, ``style``, ``step``, ``total_steps``, ``reward``,
     ``changed`` (seconds since 1970); ``None`` where nothing says.
 

@@ -223,7 +223,7 @@ def numbers_for_text(token_ids: Sequence[int]) -> str:
 
 
 def facts(attempt: Mapping[str, Any], session: Session | None) -> dict[str, Any]:
-    """What stands above a conversation."""
+    """The facts of an attempt that the page shows above its conversation."""
     if session is None:
         return dict(attempt)
     return {
@@ -240,12 +240,11 @@ def why_nothing(attempt: Mapping[str, Any]) -> str:
     if attempt["session"] is None:
         return (
             "Of this attempt only the text of its rows was recorded: verl's own dump of the step. Turns and tokens "
-            "are kept by runs of this version with seamless.proxy.keep_mib above 0."
+            "are kept by runs with seamless.proxy.keep_mib above 0."
         )
     return (
         "The turns of this attempt are not there any more: the run kept none (seamless.proxy.keep_mib=0, or "
-        "seamless.proxy.journal=false), was recorded by an earlier version, keeps its journals on another disk, or "
-        "newer attempts have taken the place."
+        "seamless.proxy.journal=false), keeps its journals on another disk, or newer attempts have taken the place."
     )
 
 

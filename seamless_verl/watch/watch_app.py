@@ -173,12 +173,13 @@ def _run_of(places: Places, run: str) -> Watched:
 
 
 def _standing_of(watched: Watched) -> dict[str, Any]:
-    """One run that cannot be read does not hide the others."""
+    """A run's line in the list; one that cannot be read has a line that says so, and does not hide the others."""
     try:
-        return watched.standing()
+        return watched.run_summary()
     except OSError as error:
-        told = {"id": watched.place.id, "name": watched.place.name, "style": "bad", "state": f"cannot be read: {error}"}
-        return told | dict.fromkeys(("step", "total_steps", "reward", "step_s", "changed"))
+        place, state = watched.place, f"cannot be read: {error}"
+        summary = {"id": place.id, "name": place.name, "style": "bad", "state": state}
+        return summary | dict.fromkeys(("step", "total_steps", "reward", "step_s", "changed"))
 
 
 def _serve_runs(app: FastAPI, places: Places) -> None:

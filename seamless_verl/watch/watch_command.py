@@ -141,7 +141,7 @@ async def _serve(root: Root, parsed: argparse.Namespace) -> None:
     server = await _started(app, parsed)
     try:
         url = f"{server.base_url}/{token}/"
-        print(_told(root, parsed, url), flush=True)
+        print(_greeting(root, parsed, url), flush=True)
         if parsed.open and not webbrowser.open(url):
             print("no browser was found; open the address yourself", file=sys.stderr)
         await _until_ended(of_run=parsed.of_run)
@@ -149,7 +149,7 @@ async def _serve(root: Root, parsed: argparse.Namespace) -> None:
         await server.stop()
 
 
-def _told(root: Root, parsed: argparse.Namespace, url: str) -> str:
+def _greeting(root: Root, parsed: argparse.Namespace, url: str) -> str:
     if parsed.of_run:
         return f"watch this run: {url}"
     num = sum(1 for _ in root.all())

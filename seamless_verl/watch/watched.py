@@ -29,7 +29,7 @@ from seamless_verl.trajectory.rows import Row, build_rows
 from seamless_verl.watch import compared, long_texts, readers, transcript, watched_groups
 from seamless_verl.watch.attempt_time import AttemptTimes
 from seamless_verl.watch.index import RunIndex
-from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, standing
+from seamless_verl.watch.run_places import JOURNALS, Place, content_of, files_of, run_summary
 from seamless_verl.watch.run_text import RunText
 from seamless_verl.watch.text_search import MOST, Search
 from seamless_verl.watch.transcript import Said, of_rows, of_texts, ordinals_of, parted
@@ -74,24 +74,24 @@ class Watched:
         self._tokenizer, self._text = tokenizer, RunText(place, tokenizer)
         self._trained: list[int] | None = None  # steps with attempts
         self._report: Report | None = None
-        self._stands: tuple[str, dict[str, Any]] = ("", {})
+        self._summary: tuple[str, dict[str, Any]] = ("", {})
         self._report_again = 0.0
 
     def _now(self) -> float:
-        """Seconds since 1970; 0 where no time goes by for the run any more."""
+        """Seconds since 1970 while the run goes on, else 0: then nothing of it can be late."""
         return time.time() if self._is_alive(self.place.path) else 0.0
 
     def close(self) -> None:
         with self._lock:
             self._forget()
 
-    def standing(self) -> dict[str, Any]:
+    def run_summary(self) -> dict[str, Any]:
         """A line of the list of runs; told anew when a file of the run has changed."""
         alive = self._is_alive(self.place.path)
         name = f"{alive} {content_of(self.place.path, (*_REPORTED, *JOURNALS))}"
-        if name != self._stands[0]:
-            self._stands = name, standing(self.place.path, alive=alive)
-        return {"id": self.place.id, "name": self.place.name, **self._stands[1]}
+        if name != self._summary[0]:
+            self._summary = name, run_summary(self.place.path, alive=alive)
+        return {"id": self.place.id, "name": self.place.name, **self._summary[1]}
 
     def report(self) -> Report:
         """Made again when the recording has grown.
@@ -134,8 +134,8 @@ class Watched:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What is laid over another run."""
-        return {"run": {**self.standing(), "path": shlex.quote(str(self.place.path))}, **self.report().figures}
+        """Figures of this run, which the page compares with those of another."""
+        return {"run": {**self.run_summary(), "path": shlex.quote(str(self.place.path))}, **self.report().figures}
 
     def times(self, key: str, step: str) -> dict[str, Any]:
         """Where the time of an attempt, or the device time of a step, went; ``why`` where that is not known."""
@@ -143,12 +143,8 @@ class Watched:
             times = self.report().times
         except SeamlessError as error:
             return {"why": str(error)}
-        told = times.attempt(key) if key else times.step(int(step)) if step.isdecimal() else None
-        if told is None:
-            return {"why": "The recording does not know it (yet): it is read again as it grows."}
-        if key and not times.tells_requests:
-            told["why"] = "This recording is of an earlier version: it does not say whose its requests were."
-        return told
+        found = times.attempt(key) if key else times.step(int(step)) if step.isdecimal() else None
+        return found or {"why": "The recording does not know it (yet): it is read again as it grows."}
 
     def search(self, text: str, start: int) -> dict[str, Any]:
         """Attempts that have ``text`` in a name, an error, or in what was said.
@@ -181,11 +177,11 @@ class Watched:
                 self._trained = index.steps()
             steps: list[int | None] = [*sorted({*records, *self._trained}, reverse=True)]
             steps += [None] if index.num_groups(None) else []
-            told = self._summaries(index, steps, records)
+            lines = self._summaries(index, steps, records)
             return {
                 **self._head(index),
-                "steps": told,
-                "is_behind": index.is_behind or any(line["groups"] is None for line in told),
+                "steps": lines,
+                "is_behind": index.is_behind or any(line["groups"] is None for line in lines),
                 "flags": watched_groups.FLAGS,
             }
 
@@ -222,16 +218,15 @@ class Watched:
         with self._lock:
             index = self._current()
             known = self._known(index, key)
-            told: dict[str, Any] = self._head(index)
-            told["group"] = watched_groups.groups_of(index.group(known["group"]), self._now())[0]
+            head, group = self._head(index), watched_groups.groups_of(index.group(known["group"]), self._now())[0]
             state = known["index"] is not None and index.state_of_texts(known["group"], known["index"])
-            told["mark"] = long_texts.mark_of([known, told["group"], told["problems"], told["is_behind"], state])
-            if seen == told["mark"]:
+            mark = long_texts.mark_of([known, group, head["problems"], head["is_behind"], state])
+            if seen == mark:
                 return None
-            told |= self._content_of(index, known)
+            answer = {**head, "group": group, "mark": mark, **self._content_of(index, known)}
             for part in ("turns", "texts"):
-                told[part] = long_texts.cut(told[part], part)
-            return told
+                answer[part] = long_texts.cut(answer[part], part)
+            return answer
 
     def text(self, key: str, at: str) -> dict[str, str]:
         """The whole of a text that `attempt` has the beginning of.
@@ -281,23 +276,23 @@ class Watched:
     def _content_of(self, index: RunIndex, known: dict[str, Any]) -> dict[str, Any]:
         """What was said in an attempt, and what was made of it."""
         decode = self._text.decode()
-        told: dict[str, Any] = {"texts": []}
+        content: dict[str, Any] = {"texts": []}
         if known["index"] is not None:
-            told["texts"] = index.texts(known["group"], known["index"])
+            content["texts"] = index.texts(known["group"], known["index"])
         whole = self._whole(index, known)
         if whole is not None:
             session, answers = whole
             rows = build_rows(session.tree)
-            told["turns"] = transcript.conversation(session, answers, transcript.with_pictures(decode))
-            told["attempt"] = transcript.facts(known, session)
+            content["turns"] = transcript.conversation(session, answers, transcript.with_pictures(decode))
+            content["attempt"] = transcript.facts(known, session)
         else:
             rows = self._closed_rows(known)
-            told["turns"] = transcript.told_by_rows(rows, decode)
-            told["attempt"] = transcript.facts(known, None)
-        told["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
-        told["why_no_turns"] = "" if told["turns"] else transcript.why_nothing(known)
-        told["why_no_text"] = self._text.why_none
-        return told
+            content["turns"] = transcript.told_by_rows(rows, decode)
+            content["attempt"] = transcript.facts(known, None)
+        content["rows"] = [{"tokens": len(row.token_ids), "trained": row.num_trained} for row in rows]
+        content["why_no_turns"] = "" if content["turns"] else transcript.why_nothing(known)
+        content["why_no_text"] = self._text.why_none
+        return content
 
     def tokens(self, key: str, row: int, seen: str = "") -> dict[str, Any] | None:
         """A row token by token; ``seen`` and ``None`` as for `attempt`.
@@ -323,10 +318,10 @@ class Watched:
             if not 0 <= row < len(rows):
                 raise NotThere(f"attempt {key} has {len(rows)} rows; there is no row {row}")
             signals = readers.signals(self.place.path, known, rows, row)
-            told = transcript.token_view(rows[row], self._text.of_token, signals)
+            view = transcript.token_view(rows[row], self._text.of_token, signals)
             return {
                 **head, "attempt": known, "row": row, "num_rows": len(rows), "mark": mark,
-                "why_no_text": self._text.why_none, **told,
+                "why_no_text": self._text.why_none, **view,
             }  # fmt: skip
 
     # ------------------------------------------------------------ parts
@@ -337,21 +332,21 @@ class Watched:
         """A line per step. Those whose attempts have changed are counted anew, for as long as `_COUNT_S`."""
         until, found = time.monotonic() + _COUNT_S, []
         for step in steps:
-            told = index.summaries.get(step)
+            summary = index.summaries.get(step)
             name = watched_groups.NO_STEP if step is None else step
-            if told is None and time.monotonic() < until:
+            if summary is None and time.monotonic() < until:
                 began = time.thread_time()
-                told = watched_groups.summary(name, index.attempts(step=step), self._now())
-                told |= {"counted": told["groups"], "groups": index.num_groups(step)}
-                lasts = "under way" not in told["flags"]  # what is silent changes by itself
-                index.summaries.keep(step, told, took_s=time.thread_time() - began, lasts=lasts)
+                summary = watched_groups.summary(name, index.attempts(step=step), self._now())
+                summary |= {"counted": summary["groups"], "groups": index.num_groups(step)}
+                lasts = "under way" not in summary["flags"]  # what is silent changes by itself
+                index.summaries.keep(step, summary, took_s=time.thread_time() - began, lasts=lasts)
             record = records.get(step, {}) if step is not None else {}
-            found.append(watched_groups.with_record(told or watched_groups.uncounted(name), record))
+            found.append(watched_groups.with_record(summary or watched_groups.uncounted(name), record))
         return found
 
     def _head(self, index: RunIndex) -> dict[str, Any]:
         problems = [f"{file}: {problem}" for file, problem in index.sources.problems()]
-        return {"run": self.standing(), "problems": problems, "is_behind": index.is_behind}
+        return {"run": self.run_summary(), "problems": problems, "is_behind": index.is_behind}
 
     def _current(self) -> RunIndex:
         if self._index is not None and not self._index.where.exists():  # the run is gone, or another is in its place

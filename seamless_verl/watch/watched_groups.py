@@ -41,7 +41,8 @@ def flags_of(attempt: Attempt, now: float) -> list[str]:
         now: seconds since 1970.
     """
     step, oldest = attempt.get("step"), attempt.get("oldest")
-    told = {
+    is_given_up, is_surplus = attempt.get("state") == GIVEN_UP, attempt.get("status") == SURPLUS
+    oddities = {
         "cut off": bool(attempt.get("cut")),
         "drifted": any(reason not in _HARMLESS for reason in attempt["drift"]),
         "interrupted": bool(attempt.get("seams")),
@@ -49,8 +50,10 @@ def flags_of(attempt: Attempt, now: float) -> list[str]:
         "silent": is_silent(attempt, now),
         "under way": attempt.get("state") == "open",
         "not finished": attempt.get("status") not in (None, "finished", *UNWANTED),
+        "cut off by redundancy": is_given_up and is_surplus,
+        "given up": is_given_up and not is_surplus,
     }
-    return [flag for flag, holds in told.items() if holds]
+    return [flag for flag, holds in oddities.items() if holds]
 
 
 def is_silent(attempt: Attempt, now: float) -> bool:
@@ -72,7 +75,6 @@ def groups_of(attempts: Iterable[Attempt], now: float = 0.0) -> list[dict[str, A
 
 def _group(name: str, attempts: list[dict[str, Any]]) -> dict[str, Any]:
     attempts.sort(key=lambda attempt: (attempt["index"] is None, attempt["index"] or 0, attempt["key"]))
-    _mark_given_up(attempts)
     rewards = [attempt["reward"] for attempt in attempts if attempt["reward"] is not None]
     wanted = [attempt for attempt in attempts if attempt.get("state") != GIVEN_UP]
     flags = [flag for flag in FLAGS if any(flag in attempt["flags"] for attempt in attempts)]
@@ -88,18 +90,6 @@ def _group(name: str, attempts: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": sum(attempt.get("tokens") or 0 for attempt in attempts) or None,
         "flags": flags,
     }
-
-
-def _mark_given_up(attempts: Sequence[dict[str, Any]]) -> None:
-    """Older recordings do not say why an attempt was given up: one of a group that was trained was not needed then,
-    where no other is in its place."""
-    trained = any(attempt.get("step") is not None for attempt in attempts)
-    ended = {attempt["index"] for attempt in attempts if attempt.get("state") != GIVEN_UP}
-    for attempt in attempts:
-        if attempt.get("state") == GIVEN_UP:
-            status = attempt.get("status")
-            surplus = status == SURPLUS if status else trained and attempt["index"] not in ended
-            attempt["flags"].append("cut off by redundancy" if surplus else GIVEN_UP)
 
 
 SORTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -161,10 +151,10 @@ def uncounted(step: Any) -> dict[str, Any]:
     return {"step": step, "groups": None, "attempts": None, "reward": None, "flags": {}}
 
 
-def with_record(told: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def with_record(line: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """The line with what ``steps.jsonl`` says of the step; an empty record says nothing."""
     return {
-        **told,
-        "reward": record.get("reward", told["reward"]),
+        **line,
+        "reward": record.get("reward", line["reward"]),
         **{name: record.get(name) for name in ("step_s", "staleness_max", "tokens_per_s")},
     }

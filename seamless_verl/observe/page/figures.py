@@ -159,7 +159,7 @@ def _curve(run: RunDigest, key: str) -> list[tuple[float, Any]]:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """In which a time is told, and its seconds."""
+    """The unit in which to show a time of this length, and how many seconds it has."""
     return ("h", 3600.0) if seconds > 9000 else ("min", 60.0) if seconds > 150 else ("s", 1.0)
 
 

@@ -20,15 +20,15 @@ from seamless_verl.observe.reporter import MOST_NORM_OFF, MOST_OFF
 from seamless_verl.observe.time_ledger import IDLE, Category
 from seamless_verl.trajectory.tokens import DriftReason
 
-Told = Iterator[tuple[str, str]]
-"""Titles and advice."""
+Findings = Iterator[tuple[str, str]]
+"""What a rule yields: titles, each with its advice."""
 _LATEST = 5  # steps that an alarm looks at
 _MOST_ROWS, _MOST_GROWTH = 3.0, 1.5  # rows per rollout; of the latest steps, over what it was before
 _FEWEST_GROUPS, _MOST_SILENT = 8, 0.5
 
 
-class Weight(Enum):
-    """In order of urgency."""
+class Severity(Enum):
+    """How urgent a finding is, the most urgent first."""
 
     BROKEN = "broken"
     COSTLY = "costly"
@@ -46,7 +46,7 @@ class Finding:
         anchor: section of the page that shows it.
     """
 
-    weight: Weight
+    severity: Severity
     title: str
     advice: str
     anchor: str
@@ -55,11 +55,11 @@ class Finding:
 def findings(digest: RunDigest, also: Sequence[Finding] = ()) -> list[Finding]:
     """All that apply, the most urgent first; the order of the rules breaks ties, and ``also`` comes before them."""
     found = [*also] + [
-        Finding(weight=weight, title=title, advice=advice, anchor=anchor)
-        for rule, weight, anchor in _RULES
+        Finding(severity=severity, title=title, advice=advice, anchor=anchor)
+        for rule, severity, anchor in _RULES
         for title, advice in rule(digest)
     ]
-    return sorted(found, key=lambda finding: list(Weight).index(finding.weight))
+    return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
 
 def silent_attempts(sessions: Sequence[str]) -> list[Finding]:
@@ -69,7 +69,7 @@ def silent_attempts(sessions: Sequence[str]) -> list[Finding]:
     named = ", ".join(session[:8] for session in sessions[:5])
     return [
         Finding(
-            weight=Weight.COSTLY,
+            severity=Severity.COSTLY,
             title=f"Attempts under way that got no answer for five minutes: {len(sessions)} ({named})",
             advice="Their agent or a tool hangs, or their request waits that long; the batch may wait for them. Their "
             "latest turn says what they were at (steps, not trained, mark silent). A limit on tools ends them sooner, "
@@ -90,7 +90,7 @@ def _where(run: RunDigest) -> str:
     return f"in step {run.step_spans[-1].step}" if run.step_spans else "before the first step"
 
 
-def _ended_badly(run: RunDigest) -> Told:
+def _ended_badly(run: RunDigest) -> Findings:
     if run.tallies.start is None or run.running or run.outcome in ("finished", "KeyboardInterrupt"):
         return
     if run.tallies.end is None:
@@ -106,7 +106,7 @@ def _ended_badly(run: RunDigest) -> Told:
         )
 
 
-def _not_ended(run: RunDigest) -> Told:
+def _not_ended(run: RunDigest) -> Findings:
     if run.tallies.start is None or run.outcome == "finished":
         return
     if run.running:
@@ -115,7 +115,7 @@ def _not_ended(run: RunDigest) -> Told:
         yield f"The run was interrupted {_where(run)}", _AGAIN
 
 
-def _audit(run: RunDigest) -> Told:
+def _audit(run: RunDigest) -> Findings:
     bad = sum(record.get("audit_violations", 0) for record in run.steps)
     if bad:
         yield (
@@ -124,7 +124,7 @@ def _audit(run: RunDigest) -> Told:
         )
 
 
-def _staleness(run: RunDigest) -> Told:
+def _staleness(run: RunDigest) -> Findings:
     worst = max(run.tallies.rows.staleness, default=0)
     if run.bound is not None and worst > run.bound:
         yield (
@@ -133,7 +133,7 @@ def _staleness(run: RunDigest) -> Told:
         )
 
 
-def _failed(run: RunDigest) -> Told:
+def _failed(run: RunDigest) -> Findings:
     lost = sum(pool[Category.FAILED] for pool in run.pools().values())
     if lost:
         names = [entry.slice for entry in run.books if entry.seconds[Category.FAILED]]
@@ -143,7 +143,7 @@ def _failed(run: RunDigest) -> Told:
         )
 
 
-def _idle(run: RunDigest) -> Told:
+def _idle(run: RunDigest) -> Findings:
     """A fifth of a pool's time in steps is worth a second look."""
     for pool, seconds in run.pools_in_steps().items():
         total = sum(seconds.values())
@@ -194,7 +194,7 @@ def _idle_rollout(run: RunDigest, pool: str) -> str:
     )
 
 
-def _overheads(run: RunDigest) -> Told:
+def _overheads(run: RunDigest) -> Findings:
     """Sync, switches and prefilling again above a twentieth; what nobody accounts for above a tenth."""
     pools = run.pools_in_steps()
     total = sum(sum(seconds.values()) for seconds in pools.values())
@@ -216,8 +216,8 @@ def _overheads(run: RunDigest) -> Told:
             yield (f"{share(spent / total)} of the device time in steps went into {LABELS[category]}", advice)
 
 
-def _validation(run: RunDigest) -> Told:
-    """A quarter of the trainer's whole time."""
+def _validation(run: RunDigest) -> Findings:
+    """Validation takes more than a quarter of the trainer's whole time."""
     for pool, seconds in run.pools().items():
         total = sum(seconds.values())
         if total > 0 and seconds[Category.VALIDATION] / total > 0.25:
@@ -227,7 +227,7 @@ def _validation(run: RunDigest) -> Told:
             )
 
 
-def _slow_sessions(run: RunDigest) -> Told:
+def _slow_sessions(run: RunDigest) -> Findings:
     """The slowest twentieth takes more than three times the median."""
     if len(run.tallies.sessions.seconds) < 20:
         return
@@ -239,7 +239,7 @@ def _slow_sessions(run: RunDigest) -> Told:
         )
 
 
-def _drift(run: RunDigest) -> Told:
+def _drift(run: RunDigest) -> Findings:
     """More than one turn in twenty starts a branch for a reason that is not how agents work by design."""
     harmless = {reason.value for reason in (*REALIGNED, DriftReason.BRANCHED, DriftReason.RESAMPLED)}
     forks = Counter({reason: count for reason, count in run.tallies.sessions.drift.items() if reason not in harmless})
@@ -253,7 +253,7 @@ def _drift(run: RunDigest) -> Told:
         )
 
 
-def _failed_requests(run: RunDigest) -> Told:
+def _failed_requests(run: RunDigest) -> Findings:
     if run.tallies.requests.failed:
         yield (
             f"{run.tallies.requests.failed} of {run.tallies.requests.started} requests to replicas ended with an error",
@@ -261,7 +261,7 @@ def _failed_requests(run: RunDigest) -> Told:
         )
 
 
-def _decisions(run: RunDigest) -> Told:
+def _decisions(run: RunDigest) -> Findings:
     """A policy whose loans brought less than half of what it predicted."""
     known = [
         (row.made.predicted_s, row.outcome.realised_s)
@@ -276,7 +276,7 @@ def _decisions(run: RunDigest) -> Told:
         )
 
 
-def _recorder(run: RunDigest) -> Told:
+def _recorder(run: RunDigest) -> Findings:
     if run.tallies.lost:
         yield (
             f"The recorder dropped {run.tallies.lost} events",
@@ -284,7 +284,7 @@ def _recorder(run: RunDigest) -> Told:
         )
 
 
-def _well(run: RunDigest) -> Told:
+def _well(run: RunDigest) -> Findings:
     pools = run.pools_in_steps()
     total = sum(sum(seconds.values()) for seconds in pools.values())
     if total <= 0:
@@ -300,7 +300,7 @@ def _well(run: RunDigest) -> Told:
 # ---------------------------------------------------------------- alarms about what is trained
 
 
-def _rows_per_rollout(run: RunDigest) -> Told:
+def _rows_per_rollout(run: RunDigest) -> Findings:
     """The mean of the latest steps is above `_MOST_ROWS`, or above `_MOST_GROWTH` times the median of those before."""
     ratios = list(dict(run.tallies.rows.per_rollout).values())
     if not ratios:
@@ -322,7 +322,7 @@ def _rows_per_rollout(run: RunDigest) -> Told:
     )
 
 
-def _groups_without_signal(run: RunDigest) -> Told:
+def _groups_without_signal(run: RunDigest) -> Findings:
     """More than `_MOST_SILENT` of the groups that ended in the latest steps have one reward for all attempts."""
     if run.recording.virtual:  # nothing is solved there
         return
@@ -344,7 +344,7 @@ def _groups_without_signal(run: RunDigest) -> Told:
     )
 
 
-def _computed_twice(run: RunDigest) -> Told:
+def _computed_twice(run: RunDigest) -> Findings:
     """Rows computed with ``seamless.shared_prefix`` and without it differ by more than bfloat16 explains."""
     for role in ("actor", "critic"):
         bad = [record for record in run.guard if _is_off(record, role)]
@@ -369,22 +369,22 @@ def _figure(value: float | None) -> str:
     return "what is no number" if value is None else f"{value:.2g}"
 
 
-_RULES: tuple[tuple[Callable[[RunDigest], Told], Weight, str], ...] = (
-    (_ended_badly, Weight.BROKEN, "lanes"),
-    (_not_ended, Weight.NOTE, "lanes"),
-    (_audit, Weight.BROKEN, "learning"),
-    (_staleness, Weight.BROKEN, "data"),
-    (_computed_twice, Weight.BROKEN, "learning"),
-    (_failed, Weight.BROKEN, "lanes"),
-    (_failed_requests, Weight.BROKEN, "data"),
-    (_rows_per_rollout, Weight.COSTLY, "data"),
-    (_groups_without_signal, Weight.COSTLY, "learning"),
-    (_idle, Weight.COSTLY, "ledger"),
-    (_overheads, Weight.COSTLY, "ledger"),
-    (_decisions, Weight.COSTLY, "decisions"),
-    (_validation, Weight.NOTE, "ledger"),
-    (_slow_sessions, Weight.NOTE, "data"),
-    (_drift, Weight.NOTE, "data"),
-    (_recorder, Weight.NOTE, "about"),
-    (_well, Weight.GOOD, "ledger"),
+_RULES: tuple[tuple[Callable[[RunDigest], Findings], Severity, str], ...] = (
+    (_ended_badly, Severity.BROKEN, "lanes"),
+    (_not_ended, Severity.NOTE, "lanes"),
+    (_audit, Severity.BROKEN, "learning"),
+    (_staleness, Severity.BROKEN, "data"),
+    (_computed_twice, Severity.BROKEN, "learning"),
+    (_failed, Severity.BROKEN, "lanes"),
+    (_failed_requests, Severity.BROKEN, "data"),
+    (_rows_per_rollout, Severity.COSTLY, "data"),
+    (_groups_without_signal, Severity.COSTLY, "learning"),
+    (_idle, Severity.COSTLY, "ledger"),
+    (_overheads, Severity.COSTLY, "ledger"),
+    (_decisions, Severity.COSTLY, "decisions"),
+    (_validation, Severity.NOTE, "ledger"),
+    (_slow_sessions, Severity.NOTE, "data"),
+    (_drift, Severity.NOTE, "data"),
+    (_recorder, Severity.NOTE, "about"),
+    (_well, Severity.GOOD, "ledger"),
 )

@@ -57,7 +57,7 @@ def render(run: RunDigest, also: Sequence[Finding] = ()) -> str:
         run=run,
         title=run.tallies.start.name if run.tallies.start is not None else "run without a recording",
         state=_state(run),
-        told=_told(run),
+        subtitle=_subtitle(run),
         cards=list(_cards(run)),
         findings=findings(run, also),
         memory=list(map(drawn, figures.memory(run))),
@@ -93,24 +93,24 @@ def _state(run: RunDigest) -> tuple[str, str]:
     return ended(run.outcome)
 
 
-def _told(run: RunDigest) -> list[str]:
+def _subtitle(run: RunDigest) -> list[str]:
     """What stands under the title."""
-    told = []
+    subtitle = []
     if run.recording.virtual:
-        told.append("simulated time")
+        subtitle.append("simulated time")
     elif run.recording.events:
-        told.append(datetime.fromtimestamp(run.recording.origin_s, timezone.utc).strftime("%d %B %Y, %H:%M UTC"))
+        subtitle.append(datetime.fromtimestamp(run.recording.origin_s, timezone.utc).strftime("%d %B %Y, %H:%M UTC"))
     start_up = f" after {duration(sum(run.start_up_s.values()))} of start-up" if run.start_up_s else ""
-    told.append(duration(run.span_s) + start_up)
+    subtitle.append(duration(run.span_s) + start_up)
     if run.tallies.start is not None:
         devices = {entry.slice: entry.devices for entry in run.books}
-        told += [
+        subtitle += [
             f"{len(run.whole_steps)} of {run.tallies.start.total_steps} steps",
             f"{sum(devices.values())} devices in {len(devices)} slices",
             f"policy {run.tallies.start.policy}",
             "staleness not bounded" if run.bound is None else f"staleness bound {run.bound}",
         ]
-    return told
+    return subtitle
 
 
 def _cards(run: RunDigest) -> Iterator[_Card]:
@@ -182,11 +182,11 @@ def _validated(run: RunDigest) -> Iterator[_Card]:
 def _decisions(run: RunDigest) -> dict[str, Any]:
     policy = f" (policy {run.tallies.start.policy})" if run.tallies.start is not None else ""
     moves = _tag_changes(run)
-    told = f"slices changed their tag {moves} times, for reasons not recorded" if moves else "every slice kept its tag"
+    moved = f"slices changed their tag {moves} times, for reasons not recorded" if moves else "every slice kept its tag"
     return {
         "shown": run.decisions[-_MOST_DECISIONS:],
         "counts": Counter(row.made.action for row in run.decisions).most_common(),
-        "why_none": f"No scheduling decision was recorded{policy}: {told}.",
+        "why_none": f"No scheduling decision was recorded{policy}: {moved}.",
     }
 
 
@@ -252,9 +252,9 @@ def _sessions(run: RunDigest) -> _Pairs:
 def _about(run: RunDigest) -> _Pairs:
     """What this page is made from and what it does not know."""
     recording = run.recording
-    told = [("events", str(len(recording.events)))]
-    told += [(f"from {writer}", str(count)) for writer, count in recording.writers.items()]
-    told += [("dropped by the recorder", str(run.tallies.lost))] if run.tallies.lost else []
-    told += [("last line cut short in", ", ".join(recording.torn))] if recording.torn else []
-    told += [(f"unknown kind {kind}, left out", str(count)) for kind, count in recording.unknown.items()]
-    return told
+    facts = [("events", str(len(recording.events)))]
+    facts += [(f"from {writer}", str(count)) for writer, count in recording.writers.items()]
+    facts += [("dropped by the recorder", str(run.tallies.lost))] if run.tallies.lost else []
+    facts += [("last line cut short in", ", ".join(recording.torn))] if recording.torn else []
+    facts += [(f"unknown kind {kind}, left out", str(count)) for kind, count in recording.unknown.items()]
+    return facts

@@ -19,7 +19,7 @@ from seamless_verl.curriculum.curriculum import Draw, EpochEnded, StageEntered, 
 from seamless_verl.curriculum.prompt_pool import Outcome
 from seamless_verl.curriculum_config import CurriculumConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.observe.reporter import EpochReport, PoolStanding, Reporter
+from seamless_verl.observe.reporter import CurriculumProgress, EpochReport, Reporter
 from seamless_verl.verl_adapter.dataloader.streaming_buffer import StreamingReplayBuffer
 
 # All that verl's reward managers tell of a reward that is a plain number: "acc" is that number; the others are DAPO's.
@@ -111,9 +111,9 @@ class CurriculumLoader:
         self._tell(self.curriculum.step_ended(step))
         self._step = step + 1
 
-    def standing(self) -> PoolStanding:
+    def progress(self) -> CurriculumProgress:
         curriculum = self.curriculum
-        return PoolStanding(
+        return CurriculumProgress(
             stage=curriculum.stage,
             epochs_ended=curriculum.epochs_ended,
             pool=curriculum.pool_size,

@@ -300,10 +300,10 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
     async def attempts(self) -> AttemptNews:
         """For the console: what became of attempts since the last call, what hangs now."""
         news = attempt_log.take(self._late_s)
-        if any(standing.reward for standing in news.standing):
+        if any(attempt.reward for attempt in news.hanging):
             places = await where_rewards_stand(self.reward_loop_worker_handles or [])
-            standing = (replace(late, places=places) if late.reward else late for late in news.standing)
-            news = replace(news, standing=tuple(standing))
+            hanging = (replace(it, places=places) if it.reward else it for it in news.hanging)
+            news = replace(news, hanging=tuple(hanging))
         return with_blocked(news, self._loop_watch)
 
     async def take_request_events(self) -> list[Event]:

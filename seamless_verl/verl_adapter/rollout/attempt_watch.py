@@ -91,7 +91,7 @@ def with_blocked(news: AttemptNews, watch: LoopWatch | None) -> AttemptNews:
     silent = watch.look() if watch is not None else None
     if silent is None:
         return news
-    return replace(news, standing=(), blocked=silent if silent[0] >= _BLOCKED_S else None)
+    return replace(news, hanging=(), blocked=silent if silent[0] >= _BLOCKED_S else None)
 
 
 def attended(call: Any, look: Callable[[], None]) -> Any:

@@ -14,7 +14,7 @@ from transfer_queue import KVBatchMeta
 
 from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.flight import RowsTrained
-from seamless_verl.observe.reporter import PoolStanding, Reporter, StepReport, ValidationReport
+from seamless_verl.observe.reporter import CurriculumProgress, Reporter, StepReport, ValidationReport
 from seamless_verl.observe.summary import clustered_mean
 from seamless_verl.observe.time_ledger import SliceSeconds, idle_shares
 from seamless_verl.verl_adapter.rollout.verl_samples import row_digest, stamps
@@ -240,7 +240,7 @@ class StepMeter:
         total_steps: int,
         timing: Mapping[str, float],
         attempts: tuple[int, int] = (0, 0),
-        curriculum: PoolStanding | None = None,
+        curriculum: CurriculumProgress | None = None,
     ) -> StepReport:
         """Close the step, also one that an audit has ended.
 

@@ -317,7 +317,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             total_steps=self.total_training_steps,
             timing=timing_raw,
             attempts=self.rows.desk.close_step(),
-            curriculum=self.curriculum.standing() if self.curriculum is not None else None,
+            curriculum=self.curriculum.progress() if self.curriculum is not None else None,
         )
         metrics.update(report.as_metrics())
         self.reporter.step(report, metrics)

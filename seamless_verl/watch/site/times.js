@@ -5,7 +5,7 @@ import { stack } from "./compare.js";
 
 const PARTS = {
   model: "a replica generated for it",
-  queue: "a request of it waited for a replica to be chosen, in the replica's queue, or for its prompt to be computed; recordings of earlier versions do not tell this apart from the model",
+  queue: "a request of it waited for a replica to be chosen, in the replica's queue, or for its prompt to be computed; some engines do not tell the latter apart from the model",
   "held up": "an answer had been interrupted by new weights or a reclaim and waited to go on",
   start: "until its first request: the sandbox and the agent start",
   agent: "between an answer and the next request: tools, sandbox, and the agent's own work",
@@ -36,15 +36,13 @@ async function fill(place, load, draw) {
 }
 
 export function ofAttempt(told) {
-  if (told.why && !told.idle) return [el("p", { class: "soft" }, "Where its time went: " + told.why)];
+  if (told.why) return [el("p", { class: "soft" }, "Where its time went: " + told.why)];
   const idle = Object.entries(told.idle).filter(([, seconds]) => seconds > 0.05);
   return [
-    told.parts.length ? [
-      el("div", { class: "strip-time", title: "from its beginning to its end" }, told.spans.map(([what, from, to]) =>
-        el("i", { class: COLOURS[what], style: `left:${100 * from}%;width:${100 * Math.max(to - from, 0.002)}%`, title: what + " " + duration((to - from) * told.seconds) }))),
-      el("p", { class: "legend" }, told.parts.map(([what, seconds]) => el("span", { title: PARTS[what] }, el("i", { class: "key " + COLOURS[what] }),
-        what + " " + duration(seconds) + " (" + percent(told.seconds ? seconds / told.seconds : 0) + ")"))),
-    ] : el("p", { class: "soft" }, "Where its time went: " + told.why),
+    el("div", { class: "strip-time", title: "from its beginning to its end" }, told.spans.map(([what, from, to]) =>
+      el("i", { class: COLOURS[what], style: `left:${100 * from}%;width:${100 * Math.max(to - from, 0.002)}%`, title: what + " " + duration((to - from) * told.seconds) }))),
+    el("p", { class: "legend" }, told.parts.map(([what, seconds]) => el("span", { title: PARTS[what] }, el("i", { class: "key " + COLOURS[what] }),
+      what + " " + duration(seconds) + " (" + percent(told.seconds ? seconds / told.seconds : 0) + ")"))),
     el("p", { class: "soft", title: "Each moment in which a device had nothing to do is shared equally by the attempts under way then. All shares add up to the idle time." },
       "GPUs that waited for it: " + (idle.length ? idle.map(([pool, seconds]) => duration(seconds) + " of " + pool).join(", ") + " (device-seconds, its share)" : "none")),
   ];

@@ -486,7 +486,7 @@ def test_after_a_crash_finished_groups_are_kept_and_nothing_is_trained_twice(que
     assert again.buffer.admit(2) == 2
     again.finish("u3")
     assert sorted(again.sample(2)[0]) == ["u2", "u3"]
-    assert again.loader.standing().epochs_ended == 0
+    assert again.loader.progress().epochs_ended == 0
 
 
 def test_rows_of_a_surplus_group_end_with_the_life_that_asked_for_them(queue):
@@ -549,7 +549,7 @@ def test_solved_prompts_leave_the_pool_at_the_epoch_boundary_of_consumption(queu
             rollout.finish(uid, (1.0, 1.0) if solved else (1.0, 0.0))
         rollout.sample(2)
         rollout.end_step()
-    assert (rollout.loader.standing().epochs_ended, rollout.loader.standing().pool) == (1, 6)
+    assert (rollout.loader.progress().epochs_ended, rollout.loader.progress().pool) == (1, 6)
     assert rollout.said == [
         "curriculum: epoch 0 of stage all ended: 8 groups, 25% without advantage; 2 prompts left the pool, "
         "0 came back, 6 remain"

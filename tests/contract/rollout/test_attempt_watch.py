@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("verl")
 
 from seamless_verl.agents.contract import RewardRefused
-from seamless_verl.observe.failures import AttemptNews, Standing
+from seamless_verl.observe.failures import AttemptNews, HangingAttempt
 from seamless_verl.verl_adapter.rollout import attempt_watch
 from seamless_verl.verl_adapter.rollout.attempt_watch import LoopWatch, places_of_threads, task_name, with_blocked
 
@@ -48,8 +48,8 @@ async def test_without_reward_workers_the_score_may_come_later(worker: Any) -> N
     assert output.reward_score is None
 
 
-LATE = (Standing(task="train/1", seconds=99.0, reward=False, places=("agent.py:1 in act",)),)
-NEWS = AttemptNews(ended=(0, 0), failed=(0, 0), failures=(), standing=LATE)
+LATE = (HangingAttempt(task="train/1", seconds=99.0, reward=False, places=("agent.py:1 in act",)),)
+NEWS = AttemptNews(ended=(0, 0), failed=(0, 0), failures=(), hanging=LATE)
 
 
 def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(monkeypatch:
         assert ready.wait(10)
         assert with_blocked(NEWS, watches[0]) is NEWS, "it was not asked before"
         soon = with_blocked(NEWS, watches[0])
-        assert (soon.blocked, soon.standing) == (None, ()), "too early to tell, but attempts are late for its sake"
+        assert (soon.blocked, soon.hanging) == (None, ()), "too early to tell, but attempts are late for its sake"
         monkeypatch.setattr(attempt_watch, "_BLOCKED_S", 0.0)
         found = with_blocked(NEWS, watches[0]).blocked
         assert found is not None

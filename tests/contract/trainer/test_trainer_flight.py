@@ -25,7 +25,7 @@ def begun(run: Path):
         )
 
     flight.begin(
-        RunStarted(at=now, name="x", policy="verl_gate", eta=1, total_steps=1),
+        RunStarted(at=now, name="x", policy="verl_gate", eta=1, bound=1, total_steps=1),
         [added(TRAINER, SliceState.TRAINING, "a:1")],
         [added(ROLLOUT, SliceState.ROLLOUT, "a:2")],
     )

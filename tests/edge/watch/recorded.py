@@ -82,7 +82,7 @@ def write_texts(run: Path, step: int, texts: list[tuple[str, float, str]]) -> No
 
 def write_flight(run: Path, *ended: SessionEnded | SessionGivenUp) -> Path:
     """The recording of a run that goes on."""
-    start = RunStarted(at=0.0, name="watched", policy="", eta=1, total_steps=4)
+    start = RunStarted(at=0.0, name="watched", policy="", eta=1, bound=1, total_steps=4)
     write_recording(run / FLIGHT / "trainer.jsonl", HEADER, [start, *ended])
     return run / FLIGHT / "trainer.jsonl"
 

@@ -111,7 +111,7 @@ def test_a_run_that_was_made_again_in_its_folder_is_not_mixed_with_the_old_one(r
         (run.place.path / INDEX).mkdir()
     assert keys(run) == {"one"}
     shutil.rmtree(run.place.path)
-    start = RunStarted(at=0.0, name="again", policy="", eta=1, total_steps=4)
+    start = RunStarted(at=0.0, name="again", policy="", eta=1, bound=1, total_steps=4)
     write_recording(run.place.path / FLIGHT / "trainer-2.jsonl", HEADER, [start, ended("two")])
     assert keys(run) == {"two"}
     run.close()

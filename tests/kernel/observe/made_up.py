@@ -29,7 +29,7 @@ def _events(
 ) -> Iterator[flight.FlightEvent]:
     lendable = [f"trainers/{index}" for index in range(trainers)]
     standing = [f"rollouts/{index}" for index in range(rollouts)]
-    yield flight.RunStarted(at=0.0, name="made up", policy="predictive", eta=1, total_steps=steps)
+    yield flight.RunStarted(at=0.0, name="made up", policy="predictive", eta=1, bound=1, total_steps=steps)
     for name in (*lendable, *standing):
         tags = ("rollout", "train") if name in lendable else ("rollout",)
         state = SliceState.ROLLOUT if name in standing else SliceState.TRAINING

@@ -101,8 +101,8 @@ def test_attempts_that_are_late_are_told_once_per_place_from_when_they_had_their
         assert told[1] == "    agent.py:7 in think"
         assert book.take(log.take(10.0)) == []
         log.agent_ended()
-        assert log.take(10.0).standing[0].reward
-    assert log.take(10.0).standing == ()
+        assert log.take(10.0).hanging[0].reward
+    assert log.take(10.0).hanging == ()
 
 
 @pytest.mark.parametrize(("ended", "failed", "rings"), [(0, 0, False), (10, 2, False), (10, 3, True)])

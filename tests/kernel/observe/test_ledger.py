@@ -146,13 +146,13 @@ def test_a_failed_slice_forgets_its_requests():
 
 
 def test_the_time_between_a_kill_and_the_continuation_belongs_to_nobody():
-    start = RunStarted(at=0.0, name="x", policy="disaggregated", eta=1, total_steps=9)
+    start = RunStarted(at=0.0, name="x", policy="disaggregated", eta=1, bound=1, total_steps=9)
     ledger = Ledger()
     for event in [
         start,
         added(0.0, "r", SliceState.ROLLOUT),
         StepBegan(at=5.0, step=1),
-        RunStarted(at=100.0, name="x", policy="disaggregated", eta=1, total_steps=9),
+        RunStarted(at=100.0, name="x", policy="disaggregated", eta=1, bound=1, total_steps=9),
         added(100.0, "r", SliceState.ROLLOUT),
         RunEnded(at=107.0, outcome="finished"),
     ]:

@@ -22,7 +22,7 @@ def moved(at: float, what: str, nbytes: int, user: str = "engine", **changes: An
 
 
 def run_of(*events: flight.FlightEvent) -> RunDigest:
-    start = flight.RunStarted(at=0.0, name="x", policy="greedy", eta=1, total_steps=2)
+    start = flight.RunStarted(at=0.0, name="x", policy="greedy", eta=1, bound=1, total_steps=2)
     slice_ = flight.SliceAdded(
         at=0.0, slice="trainers/0", pool="trainers", devices=1, capabilities=("train",), state=SliceState.TRAINING
     )
@@ -64,7 +64,7 @@ def test_levels_add_up_over_the_devices_of_a_slice() -> None:
 
 def test_a_run_that_goes_on_in_the_same_folder_holds_nothing_of_the_earlier_one() -> None:
     asked = flight.RequestStarted(at=3.0, request="x", slice="trainers/0", prompt_tokens=1)
-    again = flight.RunStarted(at=36_010.0, name="x", policy="greedy", eta=1, total_steps=2)
+    again = flight.RunStarted(at=36_010.0, name="x", policy="greedy", eta=1, bound=1, total_steps=2)
     killed = (moved(2.0, "weights", 20), asked, flight.StepBegan(at=10.0, step=1))
     held = (2.0, {("engine", "weights"): 20})
     run = run_of(*killed, again)

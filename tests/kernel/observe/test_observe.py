@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from seamless_verl.observe.reporter import (
     STEPS,
     VALIDATION,
+    CurriculumProgress,
     EpochReport,
-    PoolStanding,
     Reporter,
     StepReport,
     ValidationReport,
@@ -126,14 +126,14 @@ def test_a_curriculum_is_on_the_step_line_in_a_file_and_in_the_summary(tmp_path)
             pool=5,
         )
     )
-    standing = PoolStanding(stage="math", epochs_ended=1, pool=5, left=3)
-    reporter.step(step(4, curriculum=standing), {})
-    told = step(4, curriculum=standing).as_metrics()
+    progress = CurriculumProgress(stage="math", epochs_ended=1, pool=5, left=3)
+    reporter.step(step(4, curriculum=progress), {})
+    told = step(4, curriculum=progress).as_metrics()
     assert (told["curriculum/epochs_ended"], told["curriculum/pool_size"]) == (1, 5)
     assert "8 groups, 50% without advantage; 3 prompts left the pool, 0 came back, 5 remain" in stream.getvalue()
     assert "math: pool 5 (3 left)" in stream.getvalue()
     assert [record["removed"] for record in read_records(tmp_path / "curriculum.jsonl")] == [[4, 2, 7]]
-    summary = summary_of([step(3), step(4, curriculum=standing)], [])
+    summary = summary_of([step(3), step(4, curriculum=progress)], [])
     assert summary["curriculum"] == {"stage": "math", "epochs_ended": 1, "pool": 5, "left": 3}
     assert "1 epochs ended, now stage math with 5 prompts; 3 solved prompts" in "\n".join(closing_lines(summary, []))
     assert summary_of([step(3)], [])["curriculum"] is None

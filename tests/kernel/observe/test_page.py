@@ -146,7 +146,7 @@ def test_what_rows_share_has_a_card_and_a_section_where_it_was_computed_once(mad
 
 def test_what_a_trained_token_cost_and_how_many_rows_a_rollout_became_have_cards():
     events = [
-        flight.RunStarted(at=0.0, name="x", policy="p", eta=1, total_steps=1),
+        flight.RunStarted(at=0.0, name="x", policy="p", eta=1, bound=1, total_steps=1),
         flight.SliceAdded(
             at=0.0, slice="t", pool="trainer", devices=4, capabilities=("train",), state=SliceState.TRAINING
         ),
@@ -163,7 +163,7 @@ def test_what_a_trained_token_cost_and_how_many_rows_a_rollout_became_have_cards
 
 
 def test_the_speed_of_a_run_counts_long_steps_for_what_they_took():
-    events = [flight.RunStarted(at=0.0, name="x", policy="p", eta=1, total_steps=2)]
+    events = [flight.RunStarted(at=0.0, name="x", policy="p", eta=1, bound=1, total_steps=2)]
     steps = [step(1, step_s=2.0, tokens_per_s=5000.0), step(2, step_s=18.0, tokens_per_s=10_000 / 18)]
     assert "1.0k trained tokens/s" in " ".join(page_of(events, steps)[0].text)
 
@@ -182,7 +182,7 @@ HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">&amp;
 
 def test_hostile_names_stay_text():
     events = [
-        flight.RunStarted(at=0.0, name=HOSTILE, policy=HOSTILE, eta=1, total_steps=1),
+        flight.RunStarted(at=0.0, name=HOSTILE, policy=HOSTILE, eta=1, bound=1, total_steps=1),
         flight.SliceAdded(
             at=0.0, slice=HOSTILE, pool=HOSTILE, devices=1, capabilities=("train",), state=SliceState.TRAINING
         ),

@@ -39,7 +39,7 @@ def recording(shapes, *, cached: int | None, resumed: bool) -> list[flight.Fligh
     """One request after the other on one slice; every fifth is resumed."""
     at = 1.0
     events: list[flight.FlightEvent] = [
-        flight.RunStarted(at=0.0, name="x", policy="p", eta=1, total_steps=1),
+        flight.RunStarted(at=0.0, name="x", policy="p", eta=1, bound=1, total_steps=1),
         flight.SliceAdded(
             at=0.0, slice="r", pool="rollout", devices=2, capabilities=("rollout",), state=flight.SliceState.ROLLOUT
         ),

@@ -33,7 +33,7 @@ def test_events_of_several_threads_arrive_each_in_its_order(tmp_path):
 
 def test_half_a_surrogate_pair_is_a_question_mark_on_the_page(tmp_path):
     recorder = FlightRecorder(tmp_path, "trainer")
-    recorder.record(RunStarted(at=0.0, name="x", policy="", eta=1, total_steps=1))
+    recorder.record(RunStarted(at=0.0, name="x", policy="", eta=1, bound=1, total_steps=1))
     recorder.record(RunEnded(at=1.0, outcome="RunBroken", detail="é \ud83d"))
     recorder.close()
     assert "RunBroken: é ?" in write_report(tmp_path).read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from tests.kernel.observe.made_up import made_up_run
 def _run(*events: FlightEvent) -> AttemptTimes:
     """Of one slice of two devices that generates."""
     begin = [
-        flight.RunStarted(at=0.0, name="a run", policy="", eta=1, total_steps=1),
+        flight.RunStarted(at=0.0, name="a run", policy="", eta=1, bound=1, total_steps=1),
         flight.SliceAdded(
             at=0.0, slice="r", pool="rollouts", devices=2, capabilities=("rollout",), state=SliceState.ROLLOUT
         ),
@@ -119,7 +119,7 @@ def test_attempts_of_a_process_that_is_gone_have_no_share_of_what_idles_later(ki
         flight.RunEnded(at=8.0, outcome="KeyError") if not killed else flight.BatchProgress(at=8.0, ready=0, needed=2)
     )
     again = [
-        flight.RunStarted(at=12.0, name="a run", policy="", eta=1, total_steps=1),
+        flight.RunStarted(at=12.0, name="a run", policy="", eta=1, bound=1, total_steps=1),
         flight.SliceAdded(
             at=12.0, slice="r", pool="rollouts", devices=2, capabilities=("rollout",), state=SliceState.ROLLOUT
         ),
@@ -148,7 +148,7 @@ def test_an_attempt_whose_worker_died_is_over_unless_it_goes_on() -> None:
 
 
 def test_an_attempt_that_goes_on_in_the_next_process_is_under_way() -> None:
-    again = flight.RunStarted(at=8.0, name="a run", policy="", eta=1, total_steps=1)
+    again = flight.RunStarted(at=8.0, name="a run", policy="", eta=1, bound=1, total_steps=1)
     told = _run(*_request("one", "a", 0, 6), again, *_request("two", "a", 10, 12)).attempt("a")
     assert told is not None
     assert told["seconds"] == 20.0
@@ -183,18 +183,18 @@ def test_the_shares_of_all_add_up_to_the_idle_time_with_an_attempt_under_way() -
     assert min(shares) >= 0
 
 
-def test_an_attempt_under_way_counts_until_now_and_one_of_an_older_recording_has_no_parts() -> None:
+def test_an_attempt_under_way_counts_until_now_and_one_without_requests_is_its_agents() -> None:
     times = _run(*_request("one", "s", 2, 6))
     told = times.attempt("s")
     assert told is not None
     assert (told["seconds"], dict(told["parts"])["model"]) == (18.0, 4.0)
-    old = _run(*_request("one", "", 0, 6), _ended("s", 0, 10))
-    told = old.attempt("s")
+    silent = _run(*_request("one", "", 0, 6), _ended("s", 0, 10))
+    told = silent.attempt("s")
     assert told is not None
-    assert (old.tells_requests, told["parts"]) == (False, [])
+    assert {what: seconds for what, seconds in told["parts"] if seconds} == {"agent": 10.0}
     assert told["idle"] == {"rollouts": 8.0}
-    step = old.step(1)
+    step = silent.step(1)
     assert step is not None
     assert step["alone"] == pytest.approx(20.0)  # after the attempt had ended
-    assert old.attempt("nobody") is None
-    assert old.step(7) is None
+    assert silent.attempt("nobody") is None
+    assert silent.step(7) is None

@@ -9,7 +9,7 @@ import pytest
 
 from seamless_verl.observe import flight
 from seamless_verl.observe.digest import digest
-from seamless_verl.observe.page.html import _told
+from seamless_verl.observe.page.html import _subtitle
 from seamless_verl.observe.recording import Recording
 from seamless_verl.observe.time_ledger import IDLE
 from seamless_verl.watch.compared import figures
@@ -60,7 +60,7 @@ def test_a_step_that_was_repeated_counts_once_and_one_that_goes_on_not_at_all() 
     assert run.whole_steps == tuple(run.step_spans[number] for number in (0, 3, 2))
     told = {name: value for name, value, _ in figures(run)["facts"]}
     assert told["steps"] == "3"
-    assert "3 of 3 steps" in _told(run)
+    assert "3 of 3 steps" in _subtitle(run)
     device_s = sum(sum(sum(seconds.values()) for seconds in span.pools.values()) for span in run.whole_steps)
     assert run.device_s_per_token() == pytest.approx(device_s / (3 * 5000))
     alone = digest(Recording(events=tuple(events[: len(killed)])), [], [])

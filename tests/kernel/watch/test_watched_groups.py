@@ -98,17 +98,16 @@ def test_a_step_counts_groups_and_prefers_its_record() -> None:
 
 def test_an_attempt_that_was_not_needed_is_told_from_one_that_began_anew_and_one_of_a_lost_group() -> None:
     kept, other = _attempt("a", 0, 1.0), _attempt("a", 1, 1.0)
-    cut = _attempt("a", 2, None, state="given up")
+    cut = _attempt("a", 2, None, state="given up", status=flight.SURPLUS)
     (group,) = groups_of([kept, other, cut])
     assert group["flags"] == ["zero variance", "cut off by redundancy"]
     assert [attempt["flags"] for attempt in group["attempts"]] == [[], [], ["cut off by redundancy"]]
-    anew = _attempt("a", 0, None, state="given up") | {"key": "a-first"}
+    anew = _attempt("a", 0, None, state="given up", status=flight.BEGUN_ANEW) | {"key": "a-first"}
     assert _flags(_attempt("a", 0, 1.0), _attempt("a", 1, 0.0), anew) == ["given up"]
-    assert _flags(cut | {"step": None}, _attempt("a", 0, 1.0, step=None)) == ["given up"]
     assert [g["group"] for g in chosen(groups_of([kept, cut]), flag="cut off by redundancy")] == ["a"]
 
 
-def test_what_a_recording_says_of_an_attempt_goes_before_what_its_group_suggests() -> None:
+def test_the_recording_says_why_an_attempt_was_given_up() -> None:
     other = _attempt("a", 0, 1.0)
     said = {
         status: _flags(other, _attempt("a", 1, None, state="given up", status=status))
