@@ -29,15 +29,25 @@ _RUNNING, _TOKENS = 64, 400
 _KILL_AFTER = 300  # tokens of each answer, about
 
 
+def client_of(replicas: Replicas, every: int) -> Any:
+    """A client that outlives replicas, and lets answers leave them in parts of so many tokens."""
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter.rollout.llm_client import VersionedLLMClient
+
+    ours = {"supervise": {"tokens_at_risk": every}, "scheduler": {"policy": "greedy"}}
+    return VersionedLLMClient(OmegaConf.merge(replicas.client.config, {"seamless": ours}), replicas.router)
+
+
 async def answered(replicas: Replicas, every: int) -> None:
     """All requests, to their ends."""
-    replicas.client.config.seamless.supervise.tokens_at_risk = every
+    client = client_of(replicas, every)
     rng = random.Random(_RUNNING)
     params = {"max_tokens": _TOKENS, "ignore_eos": True, "logprobs": True}
 
     async def one() -> None:
         prompt = [rng.randrange(5, VOCABULARY) for _ in range(PROMPT)]
-        output = await replicas.client.generate(
+        output = await client.generate(
             uuid.uuid4().hex,
             prompt_ids=prompt,
             sampling_params=params,
@@ -136,7 +146,6 @@ def main() -> int:
                 replicas.update("refill")
                 for replica in replicas.replicas:
                     ray.get(replica.server_handle.__ray_call__.remote(count_frames))
-                replicas.client.config.seamless.scheduler.policy = "greedy"  # the client outlives a replica
                 for turn in range(rounds + 1 if not number else 0):
                     for way in _EVERY[turn % 3 :] + _EVERY[: turn % 3]:
                         found = pace(replicas, way)

@@ -211,7 +211,7 @@ def test_replicas_that_cannot_keep_up_are_told_of_once(
 
     lost, replicas, said, now = Replica(2), [Replica(0), Replica(1)], [], [0.0]
     weights, _ = start(*replicas, lost, clock=lambda: now[0], say=said.append)
-    lost.answers += [failure("ReplicaBroken")] * 2
+    lost.answers += [failure(RuntimeError)] * 2
     for version in range(2, 5):
         now[0] += step_s
         for replica in replicas:
