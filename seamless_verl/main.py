@@ -122,6 +122,7 @@ class _Command:
         hydra_runtime = HydraConfig.get().runtime
         sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
         compose.check_hidden(hydra_runtime.choices, sources)
+        compose.check_packages(config, hydra_runtime.choices)
         asked_devices(config)  # first: a recipe's slices are written in these numbers
         section = OmegaConf.to_container(config.seamless, resolve=True)
         seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]

@@ -126,6 +126,7 @@ def _check_options(parsed: argparse.Namespace) -> None:
 
 def _run(parsed: argparse.Namespace, scratch: Path) -> int:
     config = _composed(parsed, scratch)
+    compose.check_packages(config, {"recipe": parsed.recipe})
     section: Any = OmegaConf.to_container(config.seamless, resolve=True)
     seamless = SeamlessConfig.from_mapping(section)
     if seamless.agent.runner is None:

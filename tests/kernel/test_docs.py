@@ -18,7 +18,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BASES = (ROOT, ROOT / "examples", ROOT / "seamless_verl", ROOT / "tests")
 # What a page shows of a run folder, of another project or of another time is not here.
 ELSEWHERE = re.compile(r"RUN/|runs/|verl/|proxy/ID|rows/|logs/|/|flight/|checkpoints/|signals/")
-EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json"}
+EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json", "conf/recipe/mine.yaml"}
 HISTORY = {ROOT / "CHANGELOG.md"}
 
 
