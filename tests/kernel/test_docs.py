@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.run.compose import our_config_dir
@@ -45,6 +47,14 @@ def is_module(name: str) -> bool:
     package."""
     path = ROOT / re.sub(r"^seamless_verl\.(recipes|hydra_configs)\b", r"\1", name).replace(".", "/")
     return path.is_dir() or any(place.with_suffix(".py").is_file() for place in (path, path.parent, path.parent.parent))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_overrides_of_the_commands_that_a_page_shows_are_hydras_grammar(page: Path) -> None:
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    words = [word for block in blocks if "seamless_verl.main" in block for word in shlex.split(block, comments=True)]
+    overrides = [word for word in words if re.match(r"[+~]*[a-z][\w./]*=", word)]
+    OverridesParser.create().parse_overrides(overrides)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
