@@ -327,6 +327,11 @@ class AssetsConfig:
     cache: str | None = None
     dir: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("module", "cache", "dir"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ConfigError(f"seamless.assets.{name}", value, "is no text", "write a text, or null")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeamlessConfig:
