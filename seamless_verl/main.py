@@ -110,13 +110,12 @@ class _Command:
             return
         if self.codes:
             self.started = time.time()
-        if _has_ended_before():
-            self.codes.append(0)
-            return
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
         try:
-            checkpoints.check_own(config.trainer, used)
-            self.codes.append(self._run_point(config))
+            warning = checkpoints.check_own(config.trainer, used, Path(HydraConfig.get().runtime.output_dir))
+            if warning and HydraConfig.get().mode == RunMode.MULTIRUN:
+                _say(f"warning: {warning}")
+            self.codes.append(0 if _has_ended_before() else self._run_point(config))
         except (SeamlessError, OmegaConfBaseException) as error:
             _say(f"error: {error}", sys.stderr)
             self.codes.append(2)

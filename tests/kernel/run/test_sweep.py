@@ -34,7 +34,7 @@ def sweep(monkeypatch, tmp_path):
             code, is_interrupted = left.pop(0)
             command.interrupts += [2] * is_interrupted
             folder = Path(config.trainer.default_local_dir)
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "latest_checkpointed_iteration.txt").write_text("5")
             return code
 
@@ -65,7 +65,20 @@ def test_a_point_whose_trainer_was_killed_by_others_ends_itself_only(sweep):
 
 def test_a_point_that_would_go_on_from_another_ones_checkpoint_is_refused(sweep, capsys):
     assert sweep((0, False), folders=("one", "one")) == [0, 2]
-    assert "earlier point of the sweep, which this one would continue. Fix: write 'trainer.d" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "earlier point of the sweep, which this one would continue. Fix: write 'trainer.d" in said.err
+    assert said.out.count("warning: if no swept key changes trainer.default_local_dir=") == 1, "before the first point"
+
+
+def test_points_with_checkpoints_in_their_own_folders_need_no_warning(sweep, capsys):
+    assert sweep((0, False), (0, False), folders=("0/saved", "1/saved")) == [0, 0]
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_the_checkpoints_of_a_point_that_ended_in_an_earlier_command_are_no_other_points(sweep, tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "latest_checkpointed_iteration.txt").write_text("5")
+    assert sweep(folders=("one", "one"), ended=[0]) == [0, 2]
 
 
 def test_a_point_that_ended_in_an_earlier_command_is_left_as_it_is(sweep, capsys, tmp_path):
