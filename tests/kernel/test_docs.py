@@ -20,7 +20,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BASES = (ROOT, ROOT / "examples", ROOT / "seamless_verl", ROOT / "tests")
 # What a page shows of a run folder, of another project or of another time is not here.
 ELSEWHERE = re.compile(r"RUN/|runs/|verl/|proxy/ID|rows/|logs/|/|flight/|checkpoints/|signals/")
-EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json", "conf/recipe/mine.yaml"}
+FOLDERS = ("benchmarks", "examples", "recipes", "seamless_verl", "tests")
+EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json", "conf/recipe/mine.yaml", "usercustomize.py"}
+OURS = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 HISTORY = {ROOT / "CHANGELOG.md"}
 
 
@@ -38,6 +40,8 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
         return
     gone = {word for word in named_paths(text) if not any((base / word).exists() for base in (*BASES, page.parent))}
     assert not gone - EXAMPLES
+    bare = set(re.findall(r"`(\w+\.py)(?:::\w+)?`", text))
+    assert not bare - OURS - EXAMPLES
     modules = set(re.findall(r"\b(?:seamless_verl|benchmarks|tests)(?:\.\w+)+", text))
     assert not {name for name in modules if not is_module(name)}
 
