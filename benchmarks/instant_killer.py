@@ -65,7 +65,7 @@ class Instant:
 
 def publication_stage(names: list[str]) -> str:
     """Of the version that is being published, by what is in its folder: its stage and number; empty: none is."""
-    version = max((int(name.split(".")[0]) for name in names), default=0)
+    version = max((int(name.split(".")[0]) for name in names if "." in name), default=0)
     if f"{version}.weights.part" in names:
         return f"{WRITING} {version}"
     return f"{UNLISTED} {version}" if f"{version}.weights" in names and f"{version}.json" not in names else ""

@@ -198,16 +198,22 @@ def _unescaped(point: str) -> str:
 
 
 def identity(pid: int) -> str:
-    """A process by number, start, boot and host: numbers alone come again, and clocks are set anew."""
-    return f"{pid} {started_ticks(pid)} {_BOOT.read_text().strip()} {socket.gethostname()}"
+    """A process by number, start and where its number counts: numbers alone come again, and clocks are set anew."""
+    return f"{pid} {started_ticks(pid)} {_here()}"
 
 
 def is_alive(identified: str) -> bool | None:
-    """Whether the process of an `identity` still runs; None: it is another machine's."""
+    """Whether the process of an `identity` still runs; None: it is another machine's, or another container's."""
     number, _, rest = identified.partition(" ")
-    if rest.rpartition(" ")[2] != socket.gethostname():
+    ticks, _, here = rest.partition(" ")
+    if here != _here():
         return None
-    return number.isdigit() and started_ticks(int(number)) != "" and identity(int(number)) == identified
+    return number.isdigit() and started_ticks(int(number)) == ticks != ""
+
+
+def _here() -> str:
+    """Boot, PID namespace and host: containers may have the host's name and not see its processes."""
+    return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"
 
 
 def started_ticks(number: int) -> str:

@@ -28,7 +28,10 @@ from seamless_verl.errors import SeamlessError
 from seamless_verl.places import places_of, places_of_stack
 
 _MARK = "SEAMLESS_RUN_ID"  # a run's processes are found by it on nodes where the supervisor is not
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", _MARK)
+ENVIRONMENT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE"),
+    _MARK,
+)
 _MAX_LINE_BYTES = 64 << 20
 _STDERR_LINES = 20
 _START_ATTEMPTS = 3

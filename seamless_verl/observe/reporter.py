@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -220,11 +221,11 @@ class Reporter:
 
 
 def tell(stream: TextIO, text: str) -> None:
-    """Write ``text`` for people: what is nothing to look at (an agent's half characters, escape codes) as escapes."""
-    seen = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in f"{text}\n")
-    encoding = stream.encoding or "utf-8"
+    """Write ``text`` for people: what would move the cursor or turn the text, and half characters, as escapes."""
+    odd = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    seen = re.sub(odd, lambda found: found[0].encode("unicode_escape").decode(), f"{text}\n")
     with contextlib.suppress(OSError):  # the terminal is gone; the training goes on, and its records are files
-        stream.write(seen.encode(encoding, "backslashreplace").decode(encoding))
+        stream.write(seen.encode(stream.encoding or "utf-8", "backslashreplace").decode(stream.encoding or "utf-8"))
         stream.flush()
 
 
@@ -257,8 +258,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | int | None:
-    plain = value.item() if hasattr(value, "item") else value
-    return finite(plain)  # type: ignore[no-any-return]
+    return finite(value.item() if hasattr(value, "item") else value)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- lines for people

@@ -28,6 +28,8 @@ OF_ROWS = frozenset(ESTIMATORS) - UNSERVED - {"gae", "reinforce_plus_plus", "grp
 """They compare the rows of a prompt; for grpo verl takes one of each rollout (v1/utils.py)."""
 OF_SEVERAL = frozenset({"rloo_vectorized", "grpo_passk"})
 """Of a prompt's only rollout the first makes 0, and the second an error."""
+OF_A_BATCH = frozenset({"gae", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""They scale advantages by those of all rows that verl hands them."""
 _ESTIMATOR, _REWEIGHTED = "algorithm.adv_estimator", "algorithm.use_pf_ppo"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -106,9 +108,16 @@ def check_batches(config: Mapping[str, Any]) -> None:
 
 
 def check_schedules(config: Mapping[str, Any]) -> list[str]:
-    """Warnings: verl goes on in a learning rate's schedule with each call that updates, once per mini-batch here."""
-    updates = whole_number(config, "data.train_batch_size") // whole_number(config, f"{_ACTOR}.ppo_mini_batch_size")
-    told = []
+    """Warnings of what verl does once per batch in its sync mode and once per mini-batch here: advantages over rows of
+    several prompts, and a step of a learning rate's schedule."""
+    batch, key = whole_number(config, "data.train_batch_size"), f"{_ACTOR}.ppo_mini_batch_size"
+    mini, told = whole_number(config, key), []
+    updates = batch // mini
+    kl = "algorithm.kl_ctrl.type" if value_of(config, "algorithm.use_kl_in_reward", False) else None
+    for name, concerned in ((_ESTIMATOR, OF_A_BATCH), (kl, {"adaptive"})):
+        if updates > 1 and name and (value := value_of(config, name, None)) in concerned:
+            where = f"counts over {mini} prompts here, over {batch} under verl's sync mode"
+            told.append(f"{name}={value}: {where}; write {key}={batch} for the latter, with one optimizer step of them")
     for section in (_ACTOR, "critic") if uses_critic(config) else (_ACTOR,):
         for key in (f"{section}.optim.{name}" for name in _SCHEDULED):
             steps = value_of(config, key, None)
@@ -218,7 +227,7 @@ def check_estimator(config: Mapping[str, Any], seamless: SeamlessConfig) -> list
     """
     warnings = []
     for key, newer in _OLDER.items():
-        if value := value_of(config, key, None):
+        if (value := value_of(config, key, None)) and value_of(config, newer, None) != value:
             unread = ConfigError(key, value, "verl 0.9.1's V1 trainers do not read it", f"write {newer}={value}")
             if key in _ASKED:
                 raise unread

@@ -101,11 +101,15 @@ def check_cluster(settings: Mapping[str, Any]) -> None:
     address = cluster_address(settings.get("address"))
     if address is None:
         return
+    if "://" in address:
+        found = f"{address}, which {_named_by(settings.get('address'))} names, is reached by Ray's client"
+        fix = "the trainer runs in the command's process and needs a node: `ray job submit`, or the command on a node"
+        raise MachineError("Ray cluster", found, fix)
     alone = f"leave it out, or start a cluster of its own: ++{ADDRESS}=local"
     for key in _OF_A_NEW_CLUSTER:
         if settings.get(key) is not None:
             raise ConfigError(f"{RAY_INIT}.{key}", settings[key], f"cannot change the Ray cluster at {address}", alone)
-    host, _, port = address.rpartition("://")[2].rpartition(":")
+    host, _, port = address.rpartition(":")
     if not port.isdigit():
         return  # ``auto``, or something that only Ray can say is wrong
     try:
@@ -117,7 +121,7 @@ def check_cluster(settings: Mapping[str, Any]) -> None:
             f"start it (ray start --head), name another ({VARIABLE}=HOST:PORT), or start a cluster of this run's own "
             f"(++{ADDRESS}=local); `ray stop` removes the file of a cluster that is gone",
         ) from None
-    if "://" not in address and not _is_node(port):
+    if not _is_node(port):
         found = f"this machine is no node of the one at {address}"
         raise MachineError("Ray cluster", found, f"first ray start --address={address} here, or go to one of its nodes")
 

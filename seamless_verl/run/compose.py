@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,12 @@ GROUPS = ("seamless", "platform", "recipe")
 _WRITTEN = tuple(f"trainer.{name}_dir" for name in ("default_local", "rollout_data", "validation_data"))
 _READ = (
     "trainer.resume_from_path",
-    *(f"{part}.model.{name}" for part in ("actor_rollout_ref", "critic") for name in ("path", "tokenizer_path")),
-    "reward.custom_reward_function.path",
+    *(f"{p}.model.{n}path" for p in ("actor_rollout_ref", "critic") for n in ("", "tokenizer_", "hf_config_")),
+    "actor_rollout_ref.model.lora_adapter_path",
+    *(f"actor_rollout_ref.rollout.multi_turn.{name}_path" for name in ("tool_config", "function_tool")),
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    *(f"reward.{name}" for name in ("custom_reward_function.path", "reward_manager.module.path")),
+    "reward.reward_model.model_path",
     "data.custom_cls.path",
 )
 _QUIET_S = 300.0  # without a sign of life, after which the run on another machine is taken for dead
@@ -321,7 +325,7 @@ def _folder_to_resume(arguments: Sequence[str], recipe: str | None, runs: Path) 
 def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """A run folder is this process's, from the checks of its run to the end of its last life.
 
-    Where it was another machine's, that one may be gone: it is given time to give a sign of life.
+    Where it was another machine's or container's, that one may be gone: it is given time to give a sign of life.
 
     Raises:
         ConfigError: the run whose folder it is goes on.
@@ -348,14 +352,16 @@ def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         raise refusal from None
     try:
         with file:
-            file.write(identity(os.getpid()))
+            file.write(mine := identity(os.getpid()))
         yield
     finally:
-        pid.unlink(missing_ok=True)
+        with suppress(OSError):
+            if pid.read_text() == mine:  # not of one that heard nothing of us for so long
+                pid.unlink()
 
 
 def run_is_alive(folder: Path) -> bool:
-    """Whether the process that owns a run folder still lives; one on another machine touches its file meanwhile."""
+    """Whether the process that owns a run folder lives; one that is not seen from here touches its file meanwhile."""
     pid = folder / "pid"
     try:
         alive = is_alive(pid.read_text())

@@ -1,9 +1,10 @@
-"""The supervisor's sweep on other nodes: ``python -m seamless_verl.verl_adapter.far_sweep RUN_ID SINCE JOURNALS``.
+"""The supervisor's sweep of a cluster: ``python -m seamless_verl.verl_adapter.far_sweep RUN_ID SINCE JOURNALS``.
 
 A Ray cluster that a run joined outlives it. Ray ends the run's actors and tasks on every node when their driver ends,
 but not what those have started (engines, agents), nor the shared memory and the journals of those that were killed. The
 supervisor starts this when the trainer has ended, however it ended; it joins the cluster named by ``RAY_ADDRESS`` as a
-job of its own and sweeps each node but its own by a task there.
+job of its own and sweeps each node by a task there: also this one, whose container may hide from the supervisor what
+Ray has started in another. Neither the job nor its tasks carry the run's mark.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LIMIT_S = 60.0
 
 
 def sweep_nodes(run_id: str, since: float, journals: str, limit_s: float = _LIMIT_S) -> dict[str, str]:
-    """Sweep every living node but this one, all at once.
+    """Sweep every living node, all at once.
 
     Args:
         run_id: mark of the run's processes.
@@ -34,15 +35,12 @@ def sweep_nodes(run_id: str, since: float, journals: str, limit_s: float = _LIMI
     Returns:
         What is left or went wrong, by the node's address; empty: nothing.
     """
-    here = ray.get_runtime_context().get_node_id()
     there = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     task: Any = ray.remote(num_cpus=0, max_retries=0)(sweep_node)
     asked = {}
-    for node in there.keys() - {here}:
+    for node in there:
         on_it = NodeAffinitySchedulingStrategy(node, soft=False)
         asked[task.options(scheduling_strategy=on_it).remote(run_id, since, journals)] = there[node]
-    if not asked:
-        return {}
     ended, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
     problems = {asked[task]: f"no answer within {limit_s:.0f} s" for task in waiting}
     for task in ended:

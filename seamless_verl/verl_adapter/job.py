@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from seamless_verl.errors import MachineError, SeamlessError
+from seamless_verl.errors import SeamlessError
 from seamless_verl.observe.reporter import tell
-from seamless_verl.run.check_machine import ADDRESS, cluster_address
+from seamless_verl.run.check_machine import cluster_address
 from seamless_verl.run.checkpoints import have_one
 from seamless_verl.run.restarts import Exit, RunBroken, exit_of
 from seamless_verl.run.supervisor import INTERPRETER, MARKS
@@ -88,6 +88,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     from seamless_verl.observe.reporter import Reporter
+    from seamless_verl.verl_adapter.trainer.adoption import refuse_joined_queue
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
 
     config = _load_config(run_dir)
@@ -99,6 +100,7 @@ def _train(run_dir: Path, terminal: TextIO, start_up: StartUp) -> None:
     config.transfer_queue.enable = True
     _check_alone()
     tq.init(config.transfer_queue)
+    refuse_joined_queue()  # of one that began at the same time
     reporter = Reporter(run_dir, terminal)
     try:
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
@@ -264,12 +266,13 @@ def _check_alone() -> None:
     """
     import ray
 
+    from seamless_verl.verl_adapter.trainer.adoption import another_run
+
     until = time.monotonic() + _DYING_S
     controller = {"name": "TransferQueueController", "namespace": "transfer_queue"}
     while controller in ray.util.list_named_actors(all_namespaces=True):
         if time.monotonic() > until:
-            found = "another verl run is on it, and TransferQueue is one per cluster: each would train the other's rows"
-            raise MachineError("Ray cluster", found, f"wait for its end, or start your own: ++{ADDRESS}=local")
+            raise another_run()
         time.sleep(0.2)
 
 
@@ -296,9 +299,10 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
     if INTERPRETER in os.environ:
         environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
-    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left.
-    marks = {name: os.environ[name] for name in MARKS if name in os.environ}
-    merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": marks}, environment, own))
+    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left, nor
+    # how long a transfer of weights may wait.
+    told = {key: value for key, value in os.environ.items() if key in MARKS or key.startswith("SEAMLESS_TRANSFER_")}
+    merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": told}, environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
     if cluster_address(settings.get("address")) is None:
         settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))  # where the supervisor looks for logs

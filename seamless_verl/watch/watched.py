@@ -342,7 +342,7 @@ class Watched:
             if told is None and time.monotonic() < until:
                 began = time.thread_time()
                 told = watched_groups.summary(name, index.attempts(step=step), self._now())
-                told["groups"] = index.num_groups(step)
+                told |= {"counted": told["groups"], "groups": index.num_groups(step)}
                 lasts = "under way" not in told["flags"]  # what is silent changes by itself
                 index.summaries.keep(step, told, took_s=time.thread_time() - began, lasts=lasts)
             record = records.get(step, {}) if step is not None else {}

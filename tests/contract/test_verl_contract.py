@@ -46,6 +46,7 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
     "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._maybe_log_val_generations",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",
@@ -102,6 +103,8 @@ NAMES = [
     "ray.exceptions:OutOfMemoryError",
     "ray.util:list_named_actors",
     "transfer_queue.controller:TransferQueueController",
+    "transfer_queue.interface:_TQ_CONTROLLER",
+    "transfer_queue.interface:close",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.get_reward_handles",
     "verl.utils.import_utils:load_class_from_fqn",
     # rollout
@@ -722,7 +725,8 @@ def _audited(monkeypatch, **changes):
         "rm_scores": torch.tensor([0.0, 1.0]),
     }
     stamp = {"digest": row_digest(*list(stored.values())[:4]), "violations": changes.pop("violations", 0)}
-    stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": {"passed": 1.0}}, **changes}
+    passed = {"passed": changes.pop("passed", 1.0)}
+    stored |= {"extra_fields": {"seamless": stamp, "reward_extra_info": passed}, **changes}
     first = stored | {"rm_scores": torch.tensor([0.0, -7.0])}  # of two rows of a session, the last one's reward counts
     both = {name: [first[name], value] for name, value in stored.items()}
     monkeypatch.setattr(step_report.tq, "kv_batch_get", lambda **_: both)
@@ -736,6 +740,40 @@ def test_a_row_as_the_proxy_stamped_it_is_trained(monkeypatch):
     report = _audited(monkeypatch)
     assert (report.rows_audited, report.rollouts, report.reward, report.pass_rate) == (2, 1, 1.0, 1.0)
     assert report.tokens_per_s == 2.0
+
+
+def test_beside_rows_of_verls_own_loops_without_log_probs_the_others_are_audited(monkeypatch):
+    """TransferQueue gives a column only where all rows that are asked for have it."""
+    import torch
+    from transfer_queue import KVBatchMeta
+
+    from seamless_verl.verl_adapter.rollout.verl_samples import row_digest
+    from seamless_verl.verl_adapter.trainer import step_report
+
+    ones = dict.fromkeys(("prompts", "responses", "response_mask", "rm_scores"), torch.tensor([1]))
+    sampled = torch.tensor([-0.5])
+    stamp = {"digest": row_digest([1], [1], [1], sampled), "violations": 0}
+    rows = {"a_0_0": ones | {"extra_fields": {}}}
+    rows["b_0_0"] = ones | {"rollout_log_probs": sampled, "extra_fields": {"seamless": stamp}}
+
+    def get(keys, partition_id, select_fields):
+        return {f: [rows[k][f] for k in keys] for f in select_fields if all(f in rows[k] for k in keys)}
+
+    monkeypatch.setattr(step_report.tq, "kv_batch_get", get)
+    meter = step_report.StepMeter()
+    meter.audit(KVBatchMeta(partition_id="train", keys=[*rows], tags=[{}, {}], extra_info={}))
+    report = meter.finish(step=1, total_steps=1, timing={"step": 1.0})
+    assert (report.rows, report.rows_audited, report.audit_violations) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(("passed", "rate"), [("3/5", None), ([1, 0], None), (7, None), (0.5, 0.5), (np.True_, 1.0)])
+def test_what_a_reward_calls_passed_is_a_rate_where_it_is_a_share(monkeypatch, passed, rate):
+    """verl's own agent loops may call anything so."""
+    from seamless_verl.verl_adapter.trainer.step_report import validation_report
+
+    assert _audited(monkeypatch, passed=passed).pass_rate == rate
+    (report,) = validation_report(1, ["s"] * 2, ["u", "v"], {"reward": [0.25, 0.25], "passed": [passed, None]})
+    assert (report.metric, report.mean) == (("reward", 0.25) if rate is None else ("passed", rate / 2))
 
 
 @pytest.mark.parametrize(
@@ -829,8 +867,10 @@ def _compared(monkeypatch, *differences):
 
 
 def test_the_largest_difference_of_log_probs_is_that_of_any_token_that_is_trained(monkeypatch):
-    report = _compared(monkeypatch, [0.0, -0.3, 9.0], [0.1, 0.0, 9.0])
+    """A row may train nothing: an agent loop of the user's own can mask what was cut off."""
+    report = _compared(monkeypatch, [9.0], [0.0, -0.3, 9.0], [0.1, 0.0, 9.0])
     assert report.max_logprob_diff == pytest.approx(0.3)
+    assert _compared(monkeypatch, [9.0]).max_logprob_diff is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -868,6 +908,27 @@ def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_
     ]
 
 
+def test_a_validation_is_reported_on_the_scores_and_on_as_many_as_were_asked_for_whatever_rewards_and_rows_say():
+    """verl 0.9.1 puts what a reward function calls ``reward`` between the scores; a row may name its rollouts."""
+    from omegaconf import OmegaConf
+
+    importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
+    from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
+
+    reports, told = [], []
+    trainer = object.__new__(SeamlessTrainer)
+    trainer.config = OmegaConf.create({"trainer": {"log_val_generations": 0}})
+    trainer.global_steps = 3
+    trainer.reporter = types.SimpleNamespace(validation=reports.append, say=told.append)
+    trainer._maybe_log_val_generations(inputs=["", ""], outputs=["", ""], scores=[1.0, 0.5])
+    infos = {"reward": [1.0, 7.0, 0.5, 7.0], "score": [1.0, 0.5]}
+    expected = {("s", "u"): 1, ("s", "v"): 2}
+    found = trainer._val_metrics_update(["s", "s"], ["u", "v"], infos, [1, 1], expected_acc_counts=expected)
+    assert (reports[0].mean, reports[0].rollouts) == (0.75, 2)
+    assert found["val-core/s/reward/mean@1"] == 0.75
+    assert "1 of 3 rollouts are missing" in told[0]
+
+
 def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leaves_out_has_not_passed():
     from seamless_verl.verl_adapter.trainer.step_report import validation_report
 
@@ -878,7 +939,7 @@ def test_each_data_source_is_validated_on_what_its_reward_tells_and_what_it_leav
 
 
 def test_verls_reward_managers_call_a_plain_number_acc():
-    """Why the curriculum refuses an ``acc`` that comes alone; may go when verl tells the two apart."""
+    """Why the curriculum doubts an ``acc`` that comes alone; may go when verl tells the two apart."""
     from verl.experimental.reward_loop.reward_manager import dapo, naive
 
     importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
@@ -1084,6 +1145,13 @@ async def test_an_interruption_at_the_last_token_of_the_budget_ends_the_generati
     output = await client.generate("r", prompt_ids=[9], sampling_params={"max_tokens": 2})
     assert output.stop_reason == "length"
     assert len(scripted.asked) == 1
+
+
+@pytest.mark.parametrize(("asked", "told"), [(2, "length"), (3, "completed")])
+async def test_an_answer_that_fills_its_budget_ended_by_length_as_under_verls_client(asked, told, monkeypatch):
+    client, _ = _client(monkeypatch, [([1, 2], 4, "completed")])
+    output = await client.generate("r", prompt_ids=[0], sampling_params={"max_tokens": asked})
+    assert output.stop_reason == told
 
 
 async def test_without_a_limit_the_configured_response_length_is_the_budget(monkeypatch):

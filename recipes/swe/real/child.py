@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ from seamless_verl.recipes.swe.real.protocol import OWNER_VARIABLE, READY, TOKEN
 from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
 from seamless_verl.run.supervisor import GRACE, RUN_ID
 
+_LOG = logging.getLogger(__name__)
+
 GRACE_S = 20.0
 """From SIGTERM to SIGKILL: swe-rex may take ten seconds to end a container."""
 
@@ -38,7 +42,7 @@ CLIENT_S = 60.0
 """For one answer of the container client: a daemon that hangs would hang the attempt past every limit."""
 
 _FORWARD = (
-    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE",
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
     "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY", "XDG_RUNTIME_DIR",
     "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", RUN_ID,
@@ -94,15 +98,19 @@ async def run_child(child: Child) -> Mapping[str, Any]:
                 stdin=asyncio.subprocess.PIPE, stdout=sink, stderr=sink,
                 cwd=folder, env=_environment(child, folder),
             )  # fmt: skip
-            clean = False
             try:
                 await asyncio.wait_for(process.communicate(child.request), timeout=child.timeout_s)
-                clean = process.returncode == 0
+                return _read(result, child, process.returncode, log)
             except asyncio.TimeoutError as error:
                 raise _late(child, Path(folder, READY)) from error
             finally:
-                await _leave_nothing(process, child, clean=clean)
-        return _read(result, child, process.returncode, log)
+                on_its_way = sys.exc_info()[1]
+                try:
+                    await _leave_nothing(process, child)
+                except ChildError as left:
+                    if on_its_way is None:
+                        raise
+                    _LOG.error("%s", left)
 
 
 def _late(child: Child, ready: Path) -> SeamlessError:
@@ -113,9 +121,9 @@ def _late(child: Child, ready: Path) -> SeamlessError:
     return not_ready
 
 
-async def _leave_nothing(process: asyncio.subprocess.Process, child: Child, *, clean: bool) -> None:
+async def _leave_nothing(process: asyncio.subprocess.Process, child: Child) -> None:
     """End the process tree. Shielded: a second cancellation must not stop the cleaning."""
-    cleaning = asyncio.ensure_future(_clean(process, child, clean=clean))
+    cleaning = asyncio.ensure_future(_clean(process, child))
     try:
         await asyncio.shield(cleaning)
     except asyncio.CancelledError:
@@ -123,7 +131,7 @@ async def _leave_nothing(process: asyncio.subprocess.Process, child: Child, *, c
         raise
 
 
-async def _clean(process: asyncio.subprocess.Process, child: Child, *, clean: bool) -> None:
+async def _clean(process: asyncio.subprocess.Process, child: Child) -> None:
     if process.returncode is None:
         process.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
@@ -131,7 +139,8 @@ async def _clean(process: asyncio.subprocess.Process, child: Child, *, clean: bo
     kill_group(process.pid)
     await process.wait()
     await asyncio.to_thread(kill_marked, child.token)
-    if not clean and child.container_runtime:
+    # Whatever the process says: swe-rex 1.4 keeps it to itself when it could not end a container.
+    if child.container_runtime:
         await remove_containers(child.container_runtime, child.token)
 
 
@@ -166,9 +175,15 @@ async def remove_containers(runtime: str, token: str) -> None:
         ChildError: the container client fails, so that containers may be left.
     """
     label = f"label={CONTAINER_LABEL}={token}"
-    ids = (await _client(runtime, "ps", "--all", "--quiet", "--filter", label)).split()
-    if ids:
-        await _client(runtime, "rm", "--force", "--volumes", *ids)
+    until = time.monotonic() + CLIENT_S
+    while ids := (await _client(runtime, "ps", "--all", "--quiet", "--filter", label)).split():
+        try:
+            await _client(runtime, "rm", "--force", "--volumes", *ids)
+        except ChildError:
+            # The client refuses while the daemon removes one by itself (--rm).
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.2)
 
 
 async def _client(runtime: str, *args: str) -> str:

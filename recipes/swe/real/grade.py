@@ -16,7 +16,7 @@ from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.patches import matching, touched_paths, without_paths
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
 from seamless_verl.recipes.swe.real.results import Outcome, ReportError, Score, parse_junit, parse_log, score
-from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
+from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox, SandboxError
 from seamless_verl.recipes.swe.real.task import SweTask
 from seamless_verl.recipes.swe.real.workspace import apply_patch, apply_tests, changed_paths, restore, start_workspace
 
@@ -55,7 +55,13 @@ async def _grade(sandbox: Sandbox, request: GradeRequest, *, deadline: float) ->
     if dropped:
         notes.insert(0, f"left out of the patch: {', '.join(dropped[:5])}")
     await apply_tests(sandbox, task.test_patch)
-    result, outcomes = await run_tests(sandbox, task, limit_s=max(1.0, deadline - time.monotonic()))
+    try:
+        result, outcomes = await run_tests(sandbox, task, limit_s=max(1.0, deadline - time.monotonic()))
+    except SandboxError as error:
+        if not await sandbox.ended():
+            raise
+        detail = f"the tests ended their sandbox: {error}"
+        return GradeResult(num_passed=0, num_tests=len(task.expected) or 1, detail=detail)
     graded = score(task.expected, outcomes, exit_code=None if result.timed_out else result.exit_code)
     notes += _explain(graded, result, outcomes)
     return GradeResult(
@@ -77,7 +83,9 @@ async def run_tests(sandbox: Sandbox, task: SweTask, *, limit_s: float) -> tuple
     report = f"{sandbox.scratch}/junit.xml"
     # By environment, so that the command stays the task's: tox, make or a script may stand between it and pytest.
     options = shlex.quote(f"--junitxml={report} -rA -p no:cacheprovider")
-    line = f'export PYTEST_ADDOPTS="${{PYTEST_ADDOPTS:-}} "{options} PYTHONDONTWRITEBYTECODE=1\n{task.test_command}\n'
+    # xdist's -nauto, as in mypy's pytest.ini, would start a worker for each CPU of the host.
+    more = "PYTHONDONTWRITEBYTECODE=1 PYTEST_XDIST_AUTO_NUM_WORKERS=0"
+    line = f'export PYTEST_ADDOPTS="${{PYTEST_ADDOPTS:-}} "{options} {more}\n{task.test_command}\n'
     result = await sandbox.run_long(line, timeout_s=limit_s)
     found = await sandbox.run(f"test -s {report}", timeout_s=30)
     printed = parse_log(result.output)

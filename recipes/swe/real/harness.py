@@ -19,9 +19,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from seamless_verl.errors import MachineError
 from seamless_verl.recipes.swe.real import protocol
@@ -148,6 +150,12 @@ def plain_openai(model: Any) -> Any:
     return model
 
 
+def reach_directly(url: str) -> None:
+    """Have clients of this process ask no HTTP proxy for a URL: one of the machine's knows nothing of loopback."""
+    known = (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), urlsplit(url).hostname)
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, known))
+
+
 async def _run_agent(
     sandbox: Sandbox, request: HarnessRequest, config: dict[str, Any], *, deadline: float
 ) -> HarnessResult:
@@ -158,6 +166,7 @@ async def _run_agent(
     # Not among the model's settings: those are written into the trajectory file. Not in the environment: the agent's
     # commands would inherit it in a local sandbox.
     litellm.api_key = request.api_key
+    reach_directly(request.base_url)
     loop = asyncio.get_running_loop()
     stop_at = deadline - min(_DIFF_RESERVE_S, request.limit_s / 4)
     settings = config["agent"]
@@ -179,6 +188,10 @@ async def _run_agent(
         patch = submission if looks_like_patch(submission) else await worktree_diff(sandbox)
     except DiffError as error:
         patch, detail = "", "; ".join(filter(None, (detail, str(error))))
+    except SandboxError as error:
+        if not await sandbox.ended():
+            raise
+        patch, detail = "", f"the agent ended its sandbox: {error}"
     return HarnessResult(ended=status, patch=patch, detail=detail)
 
 

@@ -28,6 +28,12 @@ from seamless_verl.recipes.swe.real.task import SweTask
 
 MAX_SHOWN = 20
 """Problems printed in full; the rest is counted."""
+_WARNINGS = (
+    "test_patch: is missing and no test's name holds a file, so agents can rewrite tests. Fix: add test_patch, or the "
+    "tests' files to seamless.agent.kwargs.protected_paths, beside its defaults.",
+    "FAIL_TO_PASS: is missing, so that an untouched repository is rewarded where its tests pass. Fix: add it.",
+    "image: is missing, so that only sandboxes of kind remote or local can run them. Fix: pass --image-template.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,9 @@ class Summary:
         problems: the first bad lines, at most `MAX_SHOWN`.
         num_problems: all bad lines.
         unprotected: ids of tasks whose tests nothing keeps the agent from rewriting.
+        unlisted: ids of tasks that list no test to repair.
+        no_image: ids of tasks without an image.
+        images: each image once.
     """
 
     num_train: int
@@ -79,6 +88,9 @@ class Summary:
     problems: tuple[Problem, ...]
     num_problems: int
     unprotected: tuple[str, ...]
+    unlisted: tuple[str, ...]
+    no_image: tuple[str, ...]
+    images: tuple[str, ...]
 
 
 def split_of(instance_id: str, val_share: float) -> str:
@@ -99,6 +111,9 @@ def prepare(options: Options) -> Summary:
     problems: list[Problem] = []
     num_problems = 0
     unprotected: list[str] = []
+    unlisted: list[str] = []
+    no_image: list[str] = []
+    images: dict[str, None] = {}
     progress = _Progress()
     try:
         for split, item in _items(options):
@@ -109,6 +124,9 @@ def prepare(options: Options) -> Summary:
                 writers[split].add(item)
                 if not item.test_patch and not any("::" in name for name in item.expected):
                     unprotected.append(item.view.instance_id)
+                unlisted += [] if item.fail_to_pass else [item.view.instance_id]
+                no_image += [] if item.view.image else [item.view.instance_id]
+                images.update({item.view.image: None} if item.view.image else {})
             progress.show(writers["train"].num_rows, writers["val"].num_rows, num_problems)
         progress.show(writers["train"].num_rows, writers["val"].num_rows, num_problems, last=True)
         summary = Summary(
@@ -117,6 +135,9 @@ def prepare(options: Options) -> Summary:
             problems=tuple(problems),
             num_problems=num_problems,
             unprotected=tuple(unprotected),
+            unlisted=tuple(unlisted),
+            no_image=tuple(no_image),
+            images=tuple(images),
         )
         if num_problems and not options.skip_invalid:
             return summary
@@ -147,12 +168,9 @@ def main(argv: list[str] | None = None) -> int:
             "--skip-invalid.\n"
         )
         return 1
-    if summary.unprotected:
-        sys.stderr.write(
-            f"warning: {len(summary.unprotected)} tasks ({', '.join(summary.unprotected[:3])}): test_patch: is missing "
-            "and no test's name holds a file, so agents can rewrite tests. Fix: add test_patch, or the tests' files "
-            "to seamless.agent.kwargs.protected_paths, beside its defaults.\n"
-        )
+    for tasks, story in zip((summary.unprotected, summary.unlisted, summary.no_image), _WARNINGS, strict=True):
+        if tasks:
+            sys.stderr.write(f"warning: {len(tasks)} tasks ({', '.join(tasks[:3])}): {story}\n")
     where = f"written to {options.output}" if options.output else "checked, nothing written (--check)"
     left_out = f", {summary.num_problems} left out" if summary.num_problems else ""
     sys.stdout.write(f"{summary.num_train} train + {summary.num_val} val tasks {where}{left_out}\n")
@@ -208,6 +226,8 @@ def _finish(options: Options, writers: dict[str, SplitWriter], summary: Summary)
     }
     for writer in writers.values():
         writer.publish()
+    if summary.images:
+        (options.output / "images.txt").write_text("".join(f"{name}\n" for name in summary.images), encoding="utf-8")
     (options.output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 

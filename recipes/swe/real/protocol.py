@@ -31,8 +31,6 @@ OWNER_VARIABLE = "SEAMLESS_SWE_OWNER"
 READY = "ready"
 """File beside the result: the sandbox is ready, so that running out of time is the agent's doing from here on."""
 
-_UNCLEAN = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessRequest:
@@ -139,7 +137,7 @@ def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> in
 
     SIGTERM, and on Linux the end of the runner's process as well, cancels ``main``, so that its ``finally`` blocks end
     the sandbox. An error that we raise on purpose goes into the result; anything else ends the process with its
-    traceback in the log. The exit code is 0 only when the sandbox is gone.
+    traceback in the log.
     """
     die_with_owner(OWNER_VARIABLE, signal.SIGTERM)
     target = Path(sys.argv[1])
@@ -148,7 +146,6 @@ def serve(main: Callable[[bytes], Awaitable[HarnessResult | GradeResult]]) -> in
     try:
         result = asyncio.run(_until_signal(main(raw)))
         answer: Mapping[str, Any] = {"result": dataclasses.asdict(result)}
-        code = _UNCLEAN if result.unclean else 0
     except SeamlessError as error:
         answer, code = {"error": {"type": type(error).__name__, "message": str(error)}}, 1
     partial = target.with_suffix(".part")

@@ -27,6 +27,11 @@ _IMAGE_KEYS = ("image", "image_name", "docker_image")
 _COMMAND_KEYS = ("test_command", "test_cmd")
 TEST_FILES = "{test_files}"
 """Where a command names it come the files of the tests: those of pytest's ids, else those of the test patch."""
+TEST_IDS = "{test_ids}"
+"""Where a command names it come pytest's ids of the tests, files for those that a list cut."""
+_MAX_IDS_CHARS = 500_000  # Linux takes 2 MB of arguments and environment
+# pytest ends with 4 and runs nothing where an id is none of its own.
+_BY_IDS = "{ids}; code=$?; if [ $code = 4 ]; then {files}; else (exit $code); fi"
 
 _COMMAND_FIX = (
     "add test_command to the record, or pass --test-commands FILE (JSON: repo or repo@version to command), "
@@ -119,6 +124,9 @@ def parse_record(record: Mapping[str, Any], defaults: Defaults) -> SweTask:
         )
     fail_to_pass = _names(record, "FAIL_TO_PASS", instance_id)
     pass_to_pass = _names(record, "PASS_TO_PASS", instance_id)
+    if pass_to_pass and not fail_to_pass:
+        problem = "is empty beside PASS_TO_PASS, so that an untouched repository would earn the whole reward"
+        raise TaskError(instance_id, "FAIL_TO_PASS", problem, "name the tests that show the repair, or leave it out")
     names = (*fail_to_pass, *pass_to_pass)
     files = _files_of(names) or _files_of_patch(test_patch, dotted=repo == "django/django")
     version = _text(record, "version", instance_id)
@@ -231,15 +239,22 @@ def _command(
     record: Mapping[str, Any], instance_id: str, default: str, names: tuple[str, ...], files: tuple[str, ...]
 ) -> str:
     command = _own_command(record, instance_id, names, files) or default
-    if not command and _files_of(names):
-        command = f"python -m pytest -q {TEST_FILES}"
+    ids = _ids_of(names)
+    if not command and ids:
+        by_id, by_file = (f"python -m pytest -q {which}" for which in (TEST_IDS, TEST_FILES))
+        command = by_file if ids == files else _BY_IDS.format(ids=by_id, files=by_file)
     if not command:
         detail = "FAIL_TO_PASS holds no pytest ids to derive it from" if names else "there is no FAIL_TO_PASS either"
         raise TaskError(instance_id, "test_command", f"is missing, and {detail}", _COMMAND_FIX)
     if TEST_FILES in command and not files:
         problem = f"asks for {TEST_FILES}, and neither the tests' ids nor test_patch name a Python file"
         raise TaskError(instance_id, "test_command", problem, "write the files into this record's test_command")
-    return command.replace(TEST_FILES, " ".join(map(shlex.quote, files)))
+    if TEST_IDS in command and not ids:
+        problem = f"asks for {TEST_IDS}, and the names of the tests are no pytest ids"
+        raise TaskError(instance_id, "test_command", problem, f"write {TEST_FILES}, or this record's test_command")
+    for place, paths in ((TEST_FILES, files), (TEST_IDS, ids)):
+        command = command.replace(place, " ".join(map(shlex.quote, paths)))
+    return command
 
 
 def _own_command(record: Mapping[str, Any], instance_id: str, names: tuple[str, ...], files: tuple[str, ...]) -> str:
@@ -262,6 +277,15 @@ def _files_of(names: tuple[str, ...]) -> tuple[str, ...]:
     """The files of pytest's ids; none where other runners' names (Django's, for one) are among them."""
     files = dict.fromkeys(name.partition("::")[0] for name in names)
     return tuple(files) if all("::" in name for name in names) and all(f.endswith(".py") for f in files) else ()
+
+
+def _ids_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """pytest's ids; the file where one of its ids is cut at a blank, all files where the ids would not fit."""
+    files = _files_of(names)
+    if sum(map(len, names)) > _MAX_IDS_CHARS:
+        return files
+    cut = {name.partition("::")[0] for name in names if "[" in name and not name.endswith("]")}
+    return tuple(dict.fromkeys(path if (path := n.partition("::")[0]) in cut else n for n in names)) if files else ()
 
 
 def _files_of_patch(test_patch: str, *, dotted: bool) -> tuple[str, ...]:

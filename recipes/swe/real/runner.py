@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import secrets
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real import protocol
 from seamless_verl.recipes.swe.real.child import GRACE_S, Child, ChildTimeout, run_child
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult, HarnessRequest, HarnessResult
-from seamless_verl.recipes.swe.real.sandbox import INSTALL
+from seamless_verl.recipes.swe.real.sandbox import INSTALL, deployment_config
 from seamless_verl.recipes.swe.real.settings import KEY, RunnerSettings
 from seamless_verl.recipes.swe.real.task import SweTask
 
@@ -35,7 +36,9 @@ _PACKAGES = {"swerex": "swe-rex", "minisweagent": "mini-swe-agent"}
 _PACKAGE = "seamless_verl.recipes.swe.real"
 
 # Ways in which mini-swe-agent ends by itself. Anything else is the name of an error.
-_ORDERLY = frozenset({"Submitted", "LimitsExceeded", "RepeatedFormatError"})
+_ORDERLY = frozenset({"Submitted", "LimitsExceeded", "RepeatedFormatError", "ContextWindowExceededError"})
+# The proxy's words for a budget that is spent; the client's error has the same name where a session asks too often.
+_SPENT = re.compile(r"has used its \d+ (turns|tokens)")
 _OVERTIME = frozenset({"TimedOut", "TimeExceeded"})
 
 
@@ -73,7 +76,9 @@ class MiniSweRunner:
             ConfigError: an option that cannot work.
             MachineError: names what is missing (swe-rex, mini-swe-agent, Docker where sandboxes need it) and its fix.
         """
-        _check_machine(RunnerSettings.from_mapping(options))
+        settings = RunnerSettings.from_mapping(options)
+        _check_machine(settings)
+        deployment_config(settings.sandbox, image="none", token="none")
 
     @staticmethod
     def check_task(task: Mapping[str, Any]) -> None:
@@ -175,6 +180,13 @@ def _check_machine(settings: RunnerSettings) -> None:
     for module, package in _PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             raise MachineError(package, "not installed", INSTALL)
+    # mini-swe-agent's own lookup, without its import.
+    name = Path(settings.config_name).with_suffix(".yaml")
+    if (spec := importlib.util.find_spec("minisweagent")) and not name.is_absolute():
+        own = Path(str(spec.origin)).parent / "config"
+        if not any((own / folder / name).is_file() for folder in ("", "extra", "benchmarks")):
+            problem = "is no file here and no configuration of mini-swe-agent's"
+            raise ConfigError(f"{KEY}.harness_config", settings.harness_config, problem, "write an absolute path")
     if runtime := container_runtime(settings):
         _check_containers(runtime)
 
@@ -205,7 +217,8 @@ def _detail(left: HarnessResult, grade: GradeResult) -> str:
 def _status(left: HarnessResult) -> AgentStatus:
     if left.ended in _OVERTIME:
         return AgentStatus.TIMED_OUT
-    return AgentStatus.FINISHED if left.ended in _ORDERLY else AgentStatus.FAILED
+    spent = left.ended == "RateLimitError" and _SPENT.search(left.detail)
+    return AgentStatus.FINISHED if spent or left.ended in _ORDERLY else AgentStatus.FAILED
 
 
 def _report(status: AgentStatus, grade: GradeResult, settings: RunnerSettings, detail: str) -> AgentReport:

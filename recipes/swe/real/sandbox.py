@@ -8,10 +8,14 @@ Invariant: after `stop` nothing of the sandbox is left (container, folder, runni
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
+import subprocess
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from seamless_verl.errors import ConfigError, MachineError, SeamlessError
@@ -22,8 +26,10 @@ CONTAINER_LABEL = "seamless-verl-job"
 INSTALL = "pip install -e '/path/to/clone[swe]'"
 
 # One shell line around every command: a limit that ends the whole process group, and a cap on what is kept of the
-# output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted.
-_WRAPPER = 'set -o pipefail; timeout -k 5 "$1" bash -c "$2" 2>&1 </dev/null | head -c "$3"'
+# output. $1 seconds, $2 the command, $3 bytes. Arguments, not text: nothing has to be quoted. What stands before the
+# line of `_BEGIN` is what an image's .bashrc prints at every start of bash.
+_BEGIN = "seamless-verl: the command begins\n"
+_WRAPPER = 'set -o pipefail; timeout -k 5 "$1" bash -c "$2" 2>&1 </dev/null | { head -c "$3"; cat > /dev/null; }'
 # The same around a long one, which may leave a process behind that holds the output open: what collects the output is
 # waited for, but not for long. cat under a limit and not head, which keeps its last 4 KiB to itself until the end.
 _LONG = (
@@ -33,6 +39,11 @@ _LONG = (
     "; echo $code > {folder}/code.part; mv {folder}/code.part {folder}/code"
 )
 _TIMED_OUT = 124
+_KILLED = 137
+# From swe-rex's server, where it cannot start a process: the folder or bash is gone, no process id is free, the line is
+# too long. By exact type, since those of a lost connection are OSErrors as well.
+_UNSTARTABLE = (OSError, BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError)
+_END_S = 5.0
 _POLL_S = (0.2, 5.0)
 
 
@@ -46,7 +57,7 @@ class CommandResult:
 
     Attributes:
         output: stdout and stderr together, cut at the limit.
-        exit_code: its exit status; 124 when it was stopped by its limit.
+        exit_code: its exit status; 124 (137, had it to be killed) when it was stopped by its limit.
         timed_out: True when it was stopped by its limit.
     """
 
@@ -89,6 +100,12 @@ class Sandbox:
         for attempt in range(self._settings.start_attempts):
             await asyncio.sleep(min(attempt, 10))
             self._deployment = build_deployment(self._settings, image=self._image, token=self._token)
+            if self._settings.kind == "docker":
+                from swerex.utils.wait import _wait_until_alive
+
+                # swe-rex 1.4's own reads the container's output when it gives up, for as long as the container runs.
+                wait = partial(_wait_until_alive, self._deployment.is_alive, function_timeout=2.0)
+                self._deployment._wait_until_alive = wait
             try:
                 await self._deployment.start()
                 await self.check(f"mkdir -p {self.scratch}")
@@ -105,7 +122,7 @@ class Sandbox:
 
         Returns:
             What may be left, or an empty string. Not an error: the attempt's result stands, and the runner removes
-            containers by label when it is told.
+            containers by label.
         """
         problems = []
         if self._deployment is not None and self._settings.shared:
@@ -116,6 +133,16 @@ class Sandbox:
                 problems.append(f"folder {self.scratch} may be left: {error}")
         problems.append(await self._stop_deployment())
         return "; ".join(filter(None, problems))
+
+    async def ended(self) -> bool:
+        """Whether the container has ended by itself, as what runs in it can bring about."""
+        process = getattr(self._deployment, "_container_process", None)
+        if process is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the client hears of it a little later
+            await asyncio.to_thread(process.wait, _END_S)
+        # 125: the daemon failed; negative: somebody killed the client.
+        return process.returncode is not None and process.returncode >= 0 and process.returncode != 125
 
     async def run(self, command: str, *, timeout_s: float) -> CommandResult:
         """Run a bash command in `cwd`; a command that fails or hangs is a result, not an error.
@@ -128,18 +155,25 @@ class Sandbox:
 
         seconds = min(timeout_s, MAX_COMMAND_S)
         pairs = [f"{key}={value}" for key, value in self._settings.command_env.items()]
-        limit = str(self._settings.output_limit_bytes)
-        argv = ["env", *pairs, "bash", "-c", _WRAPPER, "run", f"{seconds:.1f}", command, limit]
+        limit = str(self._settings.output_limit_bytes + len(_BEGIN))
+        begun = f"echo '{_BEGIN[:-1]}'\n{command}"
+        argv = ["env", *pairs, "bash", "-c", _WRAPPER, "run", f"{seconds:.1f}", begun, limit]
         # A background process that holds the output open outlives the wrapper's limit; the request has one as well.
+        started = time.monotonic()
         request = Command(command=argv, cwd=self.cwd, timeout=seconds + 10, merge_output_streams=True)
         try:
             response = await self._deployment.runtime.execute(request)
         except CommandTimeoutError:
             return CommandResult(output="", exit_code=_TIMED_OUT, timed_out=True)
         except Exception as error:
+            if type(error) in _UNSTARTABLE:
+                return CommandResult(output=f"cannot be started: {type(error).__name__}: {error}", exit_code=126)
             raise SandboxError(f"sandbox did not answer: {type(error).__name__}: {error}") from error
         exit_code = response.exit_code if response.exit_code is not None else 1
-        return CommandResult(output=response.stdout, exit_code=exit_code, timed_out=exit_code == _TIMED_OUT)
+        before, begin, output = response.stdout.partition(_BEGIN)
+        return CommandResult(
+            output=output if begin else before, exit_code=exit_code, timed_out=_late(exit_code, started, seconds)
+        )
 
     async def check(self, command: str, *, timeout_s: float = MAX_COMMAND_S) -> str:
         """Run a command that has to succeed; returns its output.
@@ -159,13 +193,13 @@ class Sandbox:
         await self.write(f"{folder}/command.sh", command)
         limit_kib = max(1, self._settings.output_limit_bytes * 10 // 1024)
         line = _LONG.format(folder=folder, seconds=timeout_s, limit_kib=limit_kib)
+        started, waited, pause = time.monotonic(), 0.0, _POLL_S[0]
         await self.check(f"setsid nohup bash -c {shlex.quote(line)} >/dev/null 2>&1 </dev/null &")
-        waited, pause = 0.0, _POLL_S[0]
         while waited < timeout_s + 30:
             code = (await self.run(f"cat {folder}/code 2>/dev/null || true", timeout_s=30)).output.strip()
-            if code:
+            if code.isdigit():
                 output = await self.read(f"{folder}/out")
-                return CommandResult(output=output, exit_code=int(code), timed_out=int(code) == _TIMED_OUT)
+                return CommandResult(output=output, exit_code=int(code), timed_out=_late(int(code), started, timeout_s))
             await asyncio.sleep(pause)
             waited, pause = waited + pause, min(pause * 1.5, _POLL_S[1])
         raise SandboxError(f"command did not end {waited:.0f} s after its start, limit {timeout_s:.0f} s")
@@ -194,12 +228,19 @@ class Sandbox:
         # A remote server is not ours to stop: it would close the shells of everybody on it.
         if deployment is None or self._settings.kind == "remote":
             return ""
+        if self._settings.kind == "docker":
+            # The server ends with its container. swe-rex 1.4 asks it first, and skips the container when that fails.
+            deployment._runtime = None
         try:
             await deployment.stop()
         except Exception as error:  # noqa: BLE001 - swe-rex raises whatever the kind's client raises
-            # swe-rex 1.4 closes the connection first, and skips the container when that fails.
             return f"sandbox did not stop: {type(error).__name__}: {error}"
         return ""
+
+
+def _late(exit_code: int, started: float, limit_s: float) -> bool:
+    """Whether it was our limit that ended a command: one of its own has the same exit code, but ends it earlier."""
+    return exit_code in (_TIMED_OUT, _KILLED) and time.monotonic() - started > limit_s - 0.1  # limits have one decimal
 
 
 def drain_output(deployment: Any) -> None:
@@ -221,6 +262,17 @@ def build_deployment(settings: SandboxSettings, *, image: str, token: str) -> An
         ConfigError: swe-rex refuses the options.
         SandboxError: the kind needs an image and the task names none.
     """
+    try:
+        return deployment_config(settings, image=image, token=token).get_deployment()
+    except ImportError as error:
+        extra = f"swe-rex[{settings.kind}]"
+        raise MachineError(
+            f"swe-rex for {settings.kind}", f"not installed ({error})", f'pip install "{extra}"'
+        ) from error
+
+
+def deployment_config(settings: SandboxSettings, *, image: str, token: str) -> Any:
+    """swe-rex's configuration of it; raises as `build_deployment`."""
     try:
         from swerex.deployment import config
     except ImportError as error:
@@ -244,13 +296,8 @@ def build_deployment(settings: SandboxSettings, *, image: str, token: str) -> An
     if settings.kind == "docker":
         options["docker_args"] = [*options.get("docker_args", ()), "--label", f"{CONTAINER_LABEL}={token}"]
     try:
-        return classes[settings.kind](**options).get_deployment()
+        return classes[settings.kind](**options)
     except ValueError as error:  # pydantic's ValidationError
         raise ConfigError(
             f"{KEY}.sandbox.options", options, f"is refused by swe-rex ({error})", "see its deployment configuration"
-        ) from error
-    except ImportError as error:
-        extra = f"swe-rex[{settings.kind}]"
-        raise MachineError(
-            f"swe-rex for {settings.kind}", f"not installed ({error})", f'pip install "{extra}"'
         ) from error

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from seamless_verl.errors import ConfigError
@@ -70,6 +71,7 @@ class SandboxSettings:
             )
         for name in ("output_limit_bytes", "start_attempts"):
             _positive(f"{KEY}.sandbox.{name}", getattr(self, name))
+        _no_text(f"{KEY}.sandbox.options.docker_args", self.options.get("docker_args", ()))
         if "{repo}" not in self.repo_url:
             raise ConfigError(
                 f"{KEY}.sandbox.repo_url", self.repo_url, "has no {repo}", "write https://HOST/{repo}.git"
@@ -146,7 +148,11 @@ class RunnerSettings:
             values["sandbox"] = SandboxSettings(**_known(SandboxSettings, values["sandbox"], f"{KEY}.sandbox"))
         for name in ("protected_paths", "forward_env"):
             if name in values:
+                _no_text(f"{KEY}.{name}", values[name])
                 values[name] = tuple(values[name])
+        # The process that reads it works in a folder of its own.
+        if Path(str(values.get("harness_config") or "")).is_file():
+            values["harness_config"] = str(Path(values["harness_config"]).absolute())
         return cls(**values)
 
 
@@ -162,6 +168,11 @@ def _known(cls: type[Any], options: Mapping[str, Any], path: str) -> dict[str, A
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(key, value, "is not a choice", f"write one of {', '.join(allowed)}")
+
+
+def _no_text(key: str, value: object) -> None:
+    if isinstance(value, str):
+        raise ConfigError(key, value, "is one text, and each of its letters would count", f"write [{value}]")
 
 
 def _positive(key: str, value: float) -> None:

@@ -76,7 +76,7 @@ class SweTask:
     version: str = ""
 
     def __post_init__(self) -> None:
-        for key, value in self._flat().items():
+        for key, value in sorted(self._flat().items()):  # a test's name before the command made of it
             if re.search("[\ud800-\udfff]", "".join(value)):  # JSON can write one, UTF-8 cannot
                 raise TaskError(self.view.instance_id, key, "holds half a character", "write it whole, or leave it out")
         if not self.test_command.strip():

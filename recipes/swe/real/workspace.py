@@ -109,8 +109,7 @@ async def prepare_workspace(sandbox: Sandbox, view: AgentView, settings: Sandbox
         if result.exit_code != 0:
             raise SandboxError(f"setup_command failed with {result.exit_code}: {result.output[-2000:]}")
     await sandbox.check(_COMMIT_LEFTOVERS)
-    # The last word: a start-up file of bash may print before.
-    sandbox.base = (await sandbox.check("git rev-parse HEAD")).split()[-1]
+    sandbox.base = (await sandbox.check("git rev-parse HEAD")).strip()
 
 
 def repository_url(repo: str, template: str) -> str:
@@ -132,12 +131,7 @@ async def worktree_diff(sandbox: Sandbox) -> str:
     script = _TAKE_DIFF.format(
         scratch=sandbox.scratch, base=sandbox.base, leave_out=leave_out, path=path, limit=MAX_DIFF_BYTES
     )
-    try:
-        result = await sandbox.run(script, timeout_s=MAX_COMMAND_S)
-    except SandboxError as error:
-        sandbox.cwd = "/"
-        await sandbox.check("true")
-        raise DiffError("no diff could be taken: the repository's folder is gone") from error
+    result = await sandbox.run(script, timeout_s=MAX_COMMAND_S)
     if result.exit_code != 0:
         raise DiffError(f"no diff could be taken: {' '.join(result.output.split())[-300:]}")
     return base64.b64decode(await sandbox.read(f"{path}.b64")).decode("utf-8", "surrogateescape")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -37,6 +36,7 @@ _NOT_PASSED = frozenset(
     {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"date", b"server", b"expect"}
 )
 _IDLE_S = 3.0  # shards close connections that stayed idle for 5 s; one that is about to be closed must not be taken
+_PIECE = 1 << 16
 _METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"]
 
 
@@ -160,12 +160,18 @@ class Front:
         ]
         # The shard tells openers its own address under the name by which they reached this machine.
         headers.append(("host", f"{request.url.hostname or '127.0.0.1'}:{urlsplit(address).port}"))
+        headers += [("content-length", str(len(body)))] if body else []
         query = f"?{request.url.query}" if request.url.query else ""
+
+        async def pieces() -> AsyncIterator[bytes]:  # the whole would be copied: what waits is counted once
+            for start in range(0, len(body), _PIECE):
+                yield body[start : start + _PIECE]
+
         onward = self._client.request(
             request.method,
             f"{address}{request.url.path}{query}",
             headers=headers,
-            data=io.BytesIO(body) if body else None,  # bytes would be written at once, however many
+            data=pieces() if body else None,
             allow_redirects=False,
         )
         try:

@@ -84,6 +84,7 @@ class Shards:
         self._book = AddressBook(addresses=known, retired=frozenset(known))  # away until `start` has started them
         self._watchers: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, RunningShard] = {}
+        self._launching = set[asyncio.Task[RunningShard]]()  # takes as long as vLLM is paused
         self._adding = asyncio.Lock()
         self._stopping = asyncio.Event()
 
@@ -105,12 +106,17 @@ class Shards:
         """One more shard for new sessions; no session moves."""
         async with self._adding:
             shard = max(self._places) + 1
+            if self._stopping.is_set():
+                raise ConfigError("--shards", shard, "no shard is added: the front ends", "start it again")
             await self._start_one(shard)
         return shard
 
     async def stop(self) -> None:
-        """Stop every shard after its requests under way."""
+        """Stop every shard after its requests under way; one that does not take requests yet is given up."""
         self._stopping.set()
+        for launching in self._launching:
+            launching.cancel()
+        await asyncio.gather(*self._launching, return_exceptions=True)
         await asyncio.gather(*(shard.stop() for shard in self._running.values()), return_exceptions=True)
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
@@ -121,7 +127,15 @@ class Shards:
 
     async def _launch(self, shard: int) -> None:
         taken = [place for other, place in self._places.items() if other != shard]
-        running = await self._launcher.launch(shard, self._places.get(shard), taken)
+        launching = asyncio.create_task(self._launcher.launch(shard, self._places.get(shard), taken))
+        self._launching.add(launching)
+        launching.add_done_callback(self._launching.discard)
+        try:
+            running = await launching
+        except asyncio.CancelledError:
+            if not self._stopping.is_set():
+                raise
+            raise ConfigError("--shards", shard, "this shard was given up: the front ends", "start it again") from None
         places = self._places | {shard: running.address.partition("://")[2]}
         if places != self._places:
             try:
@@ -194,10 +208,14 @@ class LocalShards:
             stderr=None,
         )
         assert process.stdout is not None
-        async for line in process.stdout:  # others come before it where something prints as Python starts
-            if line.startswith(b"proxy http"):
-                return _LocalShard(process, line.decode().split()[1])
-            sys.stderr.write(line.decode(errors="replace"))
+        try:
+            async for line in process.stdout:  # others come before it where something prints as Python starts
+                if line.startswith(b"proxy http"):
+                    return _LocalShard(process, line.decode().split()[1])
+                sys.stderr.write(line.decode(errors="replace"))
+        except asyncio.CancelledError:
+            await _LocalShard(process, "").stop()
+            raise
         await process.wait()
         raise ConfigError("--shards", shard, "this shard did not start", "see its message above")
 
@@ -241,9 +259,13 @@ async def serve_shards(
     server = ProxyServer(make_front(front), config.host, config.port, drain_s=config.drain_s)
     try:
         base_url = await server.start()
-        await shards.start()
-        ready(base_url, len(shards.book.addresses))
-        await stop.wait()
+        starting, stopped = asyncio.create_task(shards.start()), asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            ready(base_url, len(shards.book.addresses))
+            await stopped
+        starting.cancel()
     finally:
         await asyncio.gather(server.stop(), shards.stop())
         await front.close()

@@ -134,10 +134,7 @@ async def serve(config: StandaloneConfig, *, stop: asyncio.Event, ready: Callabl
     if config.ends_with_stdin:
         _watch_stdin(asyncio.get_running_loop(), stop)
     tokenizer = open_tokenizer(config.tokenizer, config.chat_template)
-    version = max(config.version, _last_version(config))
-    engine = VllmHttpEngine(
-        config.engine, config.model, version=version, api_key=config.engine_key, banned=tokenizer.placeholders
-    )
+    engine = VllmHttpEngine(config.engine, config.model, api_key=config.engine_key, banned=tokenizer.placeholders)
     try:
         looking, stopped = asyncio.create_task(_deps(config, engine, tokenizer)), asyncio.create_task(stop.wait())
         await asyncio.wait({looking, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -181,8 +178,8 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
     )
     if note := moving_note(renderer):
         _log.warning("%s: %s", config.tokenizer, note)
-    gate = _gate(engine, config)
-    served = await served_model(engine, is_paused=not gate.is_open)
+    paused = _paused(config)
+    served = await served_model(engine, is_paused=paused is not None and paused.exists())
     limits = config.limits
     images, blind = await _eyes(engine, tokenizer.image_token_id, limits)
     continues = await continues_grammars(engine, renderer.decode)
@@ -195,6 +192,8 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         journal.resume(sessions)
         _check_ids(config, tokenizer, len(sessions))
         counters.num_sessions = len(sessions)
+    # Last: while we waited for the server, the shards beside us may have been resumed, with a new version.
+    engine.stamp(max(config.version, _last_version(config)))
     deps = ProxyDeps(
         engine=engine,
         renderer=renderer,
@@ -209,7 +208,7 @@ async def _deps(config: StandaloneConfig, engine: VllmHttpEngine, tokenizer: Fol
         images=images,
         blind=blind or TEXT_ONLY,
         abilities=ABILITIES | {Ability.CONTINUED_GRAMMARS} if continues else ABILITIES,
-        gate=gate,
+        gate=_gate(engine, config),
         base_url=config.base_url,
         on_unsupported=config.on_unsupported,
     )
@@ -226,19 +225,22 @@ async def _eyes(engine: VllmHttpEngine, placeholder: int | None, limits: Limits)
         return None, str(error)
 
 
+def _paused(config: StandaloneConfig) -> Path | None:
+    """The file that is there while this proxy is paused, and the shards beside it."""
+    record = config.record
+    return record and (record.parent if config.prefix else record) / "paused"
+
+
 def _gate(engine: VllmHttpEngine, config: StandaloneConfig) -> Gate:
     """What it is told is written down first: a process started after us has to know, and a shard added beside us."""
-    record = config.record
-    if record is None:
+    record, paused = config.record, _paused(config)
+    if record is None or paused is None:
         return Gate(engine.stamp)
-    paused = (record.parent if config.prefix else record) / "paused"
     if paused.exists():
         _log.warning("%s: an earlier process was paused, so requests wait for POST /resume", paused)
 
     def stamp(version: int) -> None:
-        temporary = record / f"{_VERSION_FILE}.part"
-        temporary.write_text(f"{version}\n", encoding="ascii")
-        temporary.replace(record / _VERSION_FILE)
+        _write_whole(record / _VERSION_FILE, f"{version}\n")
         engine.stamp(version)
 
     return Gate(stamp, paused)
@@ -249,11 +251,21 @@ def _check_ids(config: StandaloneConfig, tokenizer: FolderTokenizer, found: int)
     file = config.record / _TOKENIZER_FILE if config.record else None
     if file is None:
         return
-    digest = hashlib.sha256((tokenizer.folder / "tokenizer.json").read_bytes()).hexdigest()
-    if found and file.exists() and file.read_text(encoding="ascii") != digest:
+    ids = sorted(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).items())  # saved anew, a file differs
+    digest = hashlib.sha256(repr(ids).encode()).hexdigest()
+    known = file.read_text(encoding="ascii") if file.exists() else ""
+    if found and known and known != digest:
         fix = "start with the model that they were opened with, or record into another folder"
         raise ConfigError("--record", config.record, f"holds {found} open sessions of another tokenizer", fix)
-    file.write_text(digest, encoding="ascii")
+    if known != digest:
+        _write_whole(file, digest)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Half of it would be read as something else after a kill."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="ascii")
+    part.replace(file)
 
 
 def _last_version(config: StandaloneConfig) -> int:
@@ -294,7 +306,11 @@ def _sink(config: StandaloneConfig) -> FolderSink | None:
     if config.record is None:
         return None
     try:
+        if config.parquet:
+            import pyarrow.parquet  # noqa: F401 - no row could be written, and sessions would pile up
         return FolderSink(config.record, parquet=config.parquet)
+    except ImportError as error:
+        raise ConfigError("--rows", "parquet", f"needs pyarrow: {error}", "pip install pyarrow, or jsonl") from error
     except OSError as error:
         raise ConfigError("--record", config.record, f"cannot be written: {error}", "name another folder") from error
 
@@ -303,7 +319,7 @@ def _lock(folder: Path) -> None:
     """One process per folder, held until the process ends, however it ends.
 
     Raises:
-        ConfigError: the folder cannot be written, or another process records there.
+        ConfigError: the folder cannot be written or locked, or another process records there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -314,8 +330,10 @@ def _lock(folder: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(handle)
-        fix = "stop that process, or name another folder"
-        raise ConfigError("--record", folder, "another process records there", fix) from error
+        problem, fix = f"cannot be locked: {error}", "name a folder on this node's own disk"
+        if isinstance(error, BlockingIOError):
+            problem, fix = "another process records there", "stop that process, or name another folder"
+        raise ConfigError("--record", folder, problem, fix) from error
 
 
 def read_key(option: str, file: Path, *, make: bool) -> str:

@@ -21,7 +21,7 @@ from seamless_verl.trajectory.generation import GRAMMAR_PREFIX, Decode, Generati
 _log = logging.getLogger(__name__)
 ABILITIES = frozenset({Ability.STRUCTURED_OUTPUTS, Ability.TOP_LOGPROBS})  # of every server
 _PROBE_S = 30.0
-_PAUSED_PROBE_S = 5.0  # again and again
+_PAUSED_PROBE_S = 5.0  # so much longer each time, since its queue may be long instead
 _FORCED = "seamless 0123456789 goes on"  # more than two tokens for any tokenizer
 
 
@@ -61,7 +61,8 @@ async def served_model(engine: VllmHttpEngine, *, is_paused: bool = False) -> Se
         raise ConfigError("--served-model", engine.model, f"{where} does not serve it", fix)
     for number in count():
         try:
-            await _try(engine, (0,), {"max_tokens": 1}, timeout_s=_PAUSED_PROBE_S if is_paused else _PROBE_S)
+            timeout_s = min((number + 1) * _PAUSED_PROBE_S, _PROBE_S) if is_paused else _PROBE_S
+            await _try(engine, (0,), {"max_tokens": 1}, timeout_s=timeout_s)
             break
         except (EngineUnavailable, EngineRefused) as error:
             if not isinstance(error.__cause__, asyncio.TimeoutError):

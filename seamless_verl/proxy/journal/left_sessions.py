@@ -30,6 +30,7 @@ from seamless_verl.proxy.session.sessions import Session
 from seamless_verl.trajectory.generation import Generation, UnfinishedPart
 
 LEFT = "left.sqlite"
+_LIFE = "life"
 _log = logging.getLogger(__name__)
 _BUSY_S = 5.0
 _UNREADABLE = (sqlite3.Error, ValueError, TypeError, KeyError)
@@ -37,15 +38,16 @@ _ALL = "SELECT id, spec FROM sessions ORDER BY opened_at"
 _CLOSED = "SELECT id, spec FROM sessions WHERE state = 'closed' ORDER BY opened_at"  # the others were given up
 
 
-def make_way(journal: Path, *, is_successor: bool) -> None:
+def make_way(journal: Path, life: str, *, is_successor: bool) -> None:
     """Remove what an earlier process left where the next one's journal will be.
 
     Args:
-        is_successor: of a worker that died in this life of the run, whose journal is copied first. If that one had not
-            come to write any, what its own predecessor left still counts.
+        life: of the run; each has its own. What was left in another one is given to nobody.
+        is_successor: of a worker that died, whose journal is copied first. If that one had not come to write any, what
+            its own predecessor left still counts.
     """
-    left = journal.with_name(LEFT)
-    if not is_successor:
+    left, mark = journal.with_name(LEFT), journal.with_name(_LIFE)
+    if not (is_successor and mark.is_file() and mark.read_text() == life):
         _remove(left)
     elif journal.is_file():
         try:
@@ -55,6 +57,7 @@ def make_way(journal: Path, *, is_successor: bool) -> None:
             _tell(journal, error)
             _remove(left)
     _remove(journal)
+    mark.write_text(life)
 
 
 class LeftSessions:

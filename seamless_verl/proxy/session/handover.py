@@ -20,7 +20,7 @@ import time
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class HandOver:
         self._sink = sink
         self._results: OrderedDict[str, bytes] = OrderedDict()
         self._closing: dict[str, asyncio.Task[bytes]] = {}
+        self._tried: dict[str, float] = {}  # when sessions that are closed and not written were last tried
 
     async def close(
         self, session_id: str, reward: float | None = None, rewards: Mapping[str, float] | None = None
@@ -117,18 +118,20 @@ class HandOver:
         await self._forget(session)
 
     async def reap(self) -> None:
-        """Forget sessions whose deadline passed long ago and whose rows nobody took; those of a folder are written."""
-        now = time.time()
+        """Forget sessions whose deadline passed long ago and whose rows nobody took; those of a folder are written, one
+        at a call, for who opens the next session waits for it."""
+        now, unwritten = time.time(), list[Session]()
         for session in self._sessions:
             # Several look at a time, and one may have forgotten it while another one waited.
             if session.is_gone or now <= session.deadline + self._limits.expired_grace_s:
                 continue
             if self._sink is not None and session.state is SessionState.CLOSED:
-                with suppress(ApiError):  # it could not before; whoever closed it was told that its rows are kept
-                    await self.close(session.id)
+                unwritten.append(session)  # it could not be before; whoever closed it was told that its rows are kept
             else:
                 _log.warning("session %s: nobody took its rows; forgetting it", session.id)
                 await self.acknowledge(session.id)
+        if unwritten:
+            await self._finish(min(unwritten, key=lambda session: self._tried.get(session.id, 0.0)))
 
     async def resume(self) -> None:
         """Finish what an earlier process began: sessions that it closed and whose rows it may not have written."""
@@ -136,10 +139,14 @@ class HandOver:
             return
         for session in self._sessions:
             if session.state is SessionState.CLOSED:
-                try:
-                    await self.close(session.id)
-                except ApiError as error:
-                    _log.error("session %s: %s", session.id, error.message)
+                await self._finish(session)
+
+    async def _finish(self, session: Session) -> None:
+        self._tried[session.id] = time.time()
+        try:
+            await self.close(session.id)
+        except Exception as error:  # noqa: BLE001 - whatever keeps one from being written, the others go on
+            _log.error("session %s: %s: %s", session.id, type(error).__name__, error)
 
     async def _close(self, session: Session) -> bytes:
         async with self._residency.hold(session):
@@ -208,6 +215,7 @@ class HandOver:
 
     async def _forget(self, session: Session, summary: bytes = b"") -> None:
         self._sessions.drop(session)
+        self._tried.pop(session.id, None)
         self._residency.drop(session)
         await session.board.cancel_all()
         try:

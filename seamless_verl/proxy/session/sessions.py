@@ -39,14 +39,14 @@ class SessionSpec:
 
     Attributes:
         group: prompt uid; sessions of one group answer the same task.
-        index: number of this session in its group; mixed with an agent's own seed.
+        index: number of this session in its group; mixed with every seed.
         deadline_s: seconds from opening after which the session takes no more requests.
         max_turns, max_tokens: budgets of the whole session, in answers and in generated tokens.
         max_model_len: prompt and answer of one turn together, in tokens; None for the model's own limit.
         max_parallel: requests of this session that may be in flight at once.
         sampling: parameters the trainer decides, whatever the agent asks for: ``temperature``, ``top_p``, ``top_k``,
-            ``seed``, ``max_tokens`` (a cap per turn). A ``seed`` is mixed with each request, so that two turns never
-            share their noise.
+            ``seed``, ``max_tokens`` (a cap per turn). A ``seed`` is mixed with each request and a group's ``index``, so
+            that two turns, or two rollouts, never share their noise.
         metadata: the trainer's own notes, JSON-compatible.
     """
 
@@ -291,13 +291,15 @@ class Session:
         if call.logprobs:
             sampling["logprobs"] = call.logprobs
         each = [dict(sampling) for _ in range(call.n)]
-        if "seed" in sampling and "seed" not in decided and self.spec.group:
+        member = (self.spec.index,) if self.spec.group else ()  # or the rollouts of a group would be copies of one
+        if "seed" in sampling and "seed" not in decided and member:
             overrides.append("seed=mixed")
         for number, asked in enumerate(each):
             if "seed" in decided:
-                asked["seed"] = _mixed(decided["seed"], answer_digest(digest, number).hex(), self.num_started + number)
-            elif "seed" in sampling and self.spec.group:  # the rollouts of a group would be copies of one
-                asked["seed"] = _mixed(sampling["seed"], self.spec.index, number)
+                name = answer_digest(digest, number).hex()
+                asked["seed"] = _mixed(decided["seed"], *member, name, self.num_started + number)
+            elif "seed" in sampling and member:
+                asked["seed"] = _mixed(sampling["seed"], *member, number)
             elif "seed" in sampling:
                 asked["seed"] += number
         return each, tuple(overrides)

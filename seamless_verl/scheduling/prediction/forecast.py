@@ -28,14 +28,14 @@ from seamless_verl.scheduling.events import (
     SliceFailed,
     StepEnded,
 )
-from seamless_verl.scheduling.prediction.course import Course, Crew, Fresh, Work, alike, play
+from seamless_verl.scheduling.prediction.projection import Capacity, NextBatch, Projection, Work, project, uniform
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.slices import SliceState, SliceStatus, Tag
 
-_SAMPLE = 256  # sessions that a plan is played with; more are sampled by whole groups
-_FRESH = 32  # quantiles that stand for a batch that is not submitted yet
+_MAX_SESSIONS = 256  # sessions per projection; more are sampled by whole groups
+_NEXT_BATCH_QUANTILES = 32  # quantiles that stand for a batch that is not submitted yet
 _ENOUGH_LENGTHS = 4
-_LAST = 5  # steps whose median is taken for training time: the first ones of a run are slow
+_TRAINING_WINDOW = 5  # steps whose median is taken for training time: the first ones of a run are slow
 _UNEVEN = 0.3  # how much longer steps get when they alternate between nothing and twice their mean
 # The same, where both batches begin and end together, which lasts for many steps, more than a plan looks ahead. To move
 # the border between two steps by a second costs half a second: with both terms it pays where one takes 3.5 times as
@@ -61,41 +61,41 @@ class Trainer:
     train_s: float
 
 
-def end_of_training(course: Course, trainer: Trainer, free_at: float) -> float:
+def end_of_training(projection: Projection, trainer: Trainer, free_at: float) -> float:
     """When the last local update of the step ends, if the gang is free from ``free_at`` on."""
     end = free_at
     used = 0
     while used < trainer.batch:
         update = min(trainer.minimum, trainer.batch - used)
         used += update
-        end = max(end, course.when_ready(used - trainer.ready)) + trainer.train_s * update
+        end = max(end, projection.when_ready(used - trainer.ready)) + trainer.train_s * update
     return end
 
 
-def next_end(work: Work, course: Course, end: float, fresh: Fresh) -> float:
+def next_end(work: Work, projection: Projection, end: float, next_batch: NextBatch) -> float:
     """When the sessions that are left over at ``end`` are done, beside those that are submitted then."""
-    if course.done_at <= end:
+    if projection.done_at <= end:
         return end
-    phases = [phase for phase in course.phases if phase[0] < end]
-    return play(work, [*phases, (end, fresh.crew)], (end, fresh)).done_at
+    phases = [phase for phase in projection.phases if phase[0] < end]
+    return project(work, [*phases, (end, next_batch.capacity)], (end, next_batch)).done_at
 
 
-def value(course: Course, trainer: Trainer, free_at: float, full_rate: float) -> float:
+def value(projection: Projection, trainer: Trainer, free_at: float, full_rate: float) -> float:
     """By tokens; seconds, smaller is better, infinity when the batch never gets ready."""
-    end = end_of_training(course, trainer, free_at)
-    return end - course.tokens_by(end) / full_rate if end < math.inf else math.inf
+    end = end_of_training(projection, trainer, free_at)
+    return end - projection.tokens_by(end) / full_rate if end < math.inf else math.inf
 
 
 def bounded_value(
-    work: Work, course: Course, trainer: Trainer, free_at: float, fresh: Fresh, elapsed_s: float
+    work: Work, projection: Projection, trainer: Trainer, free_at: float, next_batch: NextBatch, elapsed_s: float
 ) -> float:
     """Under a bound on staleness; seconds, smaller is better, infinity when the batch never gets ready."""
-    end = end_of_training(course, trainer, free_at)
+    end = end_of_training(projection, trainer, free_at)
     if end == math.inf:
         return math.inf
     this = elapsed_s + end
     last = trainer.train_s * trainer.minimum
-    following = max(next_end(work, course, end, fresh) - end + last, fresh.train_s, 1e-9)
+    following = max(next_end(work, projection, end, next_batch) - end + last, next_batch.train_s, 1e-9)
     uneven = abs(this - following) / (this + following)
     longer = _UNEVEN * uneven**2 + _LOCKED * uneven**_LOCKED_POWER
     return this + following / 2 + longer * (this + following) / 2
@@ -119,7 +119,7 @@ class PrefillAgain:
 
     @classmethod
     def of_loan(
-        cls, work: Work, standing: Crew, joining: Crew, left_behind: float, *, caches_lost: bool, usual_s: float
+        cls, work: Work, standing: Capacity, joining: Capacity, left_behind: float, *, caches_lost: bool, usual_s: float
     ) -> PrefillAgain:
         """What a loan is charged.
 
@@ -140,9 +140,9 @@ class PrefillAgain:
         return f" and {self.seconds:.2f} s for {self.tokens:.0f} tokens that are prefilled again"
 
 
-def prefill_s(work: Work, tokens: float, crew: Crew) -> float:
-    """Seconds in which a crew that does nothing else prefills so many tokens; 0 without a crew."""
-    return tokens * work.prefill_s / crew.power if crew.power else 0.0
+def prefill_s(work: Work, tokens: float, capacity: Capacity) -> float:
+    """Seconds in which slices that do nothing else prefill so many tokens; 0 without slices."""
+    return tokens * work.prefill_s / capacity.power if capacity.power else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,30 +153,30 @@ class Outlook:
         standing: the slices that always generate.
         full_rate: tokens per second if every slice generated under the usual load.
         token_s: seconds in which a session that has a seat gains a token then.
-        fresh: the batch after this one; None while no bound on staleness is known.
+        next_batch: the batch after this one; None while no bound on staleness is known.
     """
 
     trainer: Trainer
     work: Work
-    standing: Crew
+    standing: Capacity
     full_rate: float
     token_s: float
-    fresh: Fresh | None
+    next_batch: NextBatch | None
     elapsed_s: float
 
-    def course(self, *phases: tuple[float, Crew]) -> Course:
+    def projection(self, *phases: tuple[float, Capacity]) -> Projection:
         """``phases``: from when on who generates."""
-        return play(self.work, phases)
+        return project(self.work, phases)
 
-    def worth(self, course: Course, free_at: float) -> float:
-        """Of a course on which the gang is free from ``free_at`` on; seconds, smaller is better."""
-        if self.fresh is None:
-            return value(course, self.trainer, free_at, self.full_rate)
-        return bounded_value(self.work, course, self.trainer, free_at, self.fresh, self.elapsed_s)
+    def worth(self, projection: Projection, free_at: float) -> float:
+        """Value of a projection in which the gang is free from ``free_at`` on; seconds, smaller is better."""
+        if self.next_batch is None:
+            return value(projection, self.trainer, free_at, self.full_rate)
+        return bounded_value(self.work, projection, self.trainer, free_at, self.next_batch, self.elapsed_s)
 
-    def latest_free(self, course: Course) -> float:
+    def latest_free(self, projection: Projection) -> float:
         """When the gang must be free at the latest if its training is not to make the step longer."""
-        return end_of_training(course, self.trainer, 0.0) - self.trainer.train_s * self.trainer.batch
+        return end_of_training(projection, self.trainer, 0.0) - self.trainer.train_s * self.trainer.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,9 @@ class Forecaster:
     _submitted: tuple[int, int] = (0, 0)  # groups, sessions per group of the last submission
     _submitted_since: bool = True  # since the last step ended
     _awaited: frozenset[str] | None = None  # None: nobody said that there is a bound
-    _trainings: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))  # seconds per group, the last steps
+    _trainings: deque[float] = field(
+        default_factory=lambda: deque(maxlen=_TRAINING_WINDOW)
+    )  # seconds per group, the last steps
     _trained_before: float = 0.0
     _waited_s: float = 0.0
     _step_s: float = 0.0  # smoothed
@@ -256,8 +258,8 @@ class Forecaster:
             ready=cluster.ready, minimum=self.minimum(waiting), batch=asked.batch, train_s=self._train_s()
         )
         work = self._work(cluster, trainer)
-        standing = crew_of(cluster, standing_slices(cluster))
-        lendable = crew_of(cluster, [s for s in cluster if s.slice.lendable and Tag.ROLLOUT in s.usable])
+        standing = capacity_of(cluster, standing_slices(cluster))
+        lendable = capacity_of(cluster, [s for s in cluster if s.slice.lendable and Tag.ROLLOUT in s.usable])
         everyone = standing + lendable
         busy = min(max(self.book.crowd, len(work.remaining) * work.weight), work.room(everyone.seats))
         held = busy * sum(work.contexts) / max(len(work.contexts), 1)
@@ -268,7 +270,7 @@ class Forecaster:
             standing=standing,
             full_rate=full_rate,
             token_s=busy / full_rate,
-            fresh=self._fresh(standing, lendable),
+            next_batch=self._next_batch(standing, lendable),
             elapsed_s=cluster.now - (self._ended_at or 0.0),
         )
 
@@ -301,17 +303,19 @@ class Forecaster:
             if book.lengths.remaining(book.progress(session, cluster.now)[0], 0.5) > tokens
         )
 
-    def _fresh(self, standing: Crew, lendable: Crew) -> Fresh | None:
+    def _next_batch(self, standing: Capacity, lendable: Capacity) -> NextBatch | None:
         if self._awaited is None or not self._step_s or self._needs is None:
             return None
         groups, size = self._submitted
         train_s = self._train_s() * self._needs.batch
         free = max(1e-9, 1.0 - train_s / self._step_s)
-        return Fresh(
-            lengths=[self.book.lengths.remaining(0, (i + 0.5) / _FRESH) for i in range(_FRESH)],
-            weight=groups * size / _FRESH,
+        return NextBatch(
+            lengths=[
+                self.book.lengths.remaining(0, (i + 0.5) / _NEXT_BATCH_QUANTILES) for i in range(_NEXT_BATCH_QUANTILES)
+            ],
+            weight=groups * size / _NEXT_BATCH_QUANTILES,
             context=self.book.prompt_tokens,
-            crew=standing + lendable.part(free),
+            capacity=standing + lendable.part(free),
             train_s=train_s,
         )
 
@@ -320,12 +324,12 @@ class Forecaster:
         book = self.book
         members = sorted(self._members(cluster), key=lambda member: not member[0])
         sessions = sum(len(group) for _, group in members)
-        every = max(1, round(sessions / _SAMPLE))
+        every = max(1, round(sessions / _MAX_SESSIONS))
         rows = [(place, group) for group, (_, rows) in enumerate(members[::every]) for place in rows]
         rows.sort(key=lambda row: row[0].turn)
-        duty = 1.0
+        busy_share = 1.0
         if book.sessions:
-            duty = min(max(book.asking() / len(book.sessions), 0.05), 1.0)
+            busy_share = min(max(book.asking() / len(book.sessions), 0.05), 1.0)
         return Work(
             remaining=[place.remaining for place, _ in rows],
             contexts=[place.context for place, _ in rows],
@@ -334,7 +338,7 @@ class Forecaster:
             awaited=frozenset(group for group, (awaited, _) in enumerate(members[::every]) if awaited),
             others=trainer.batch - trainer.ready - sum(awaited for awaited, _ in members),
             weight=float(every),
-            duty=duty,
+            busy_share=busy_share,
             step_s=book.decode.step_s,
             prefill_s=book.bare.prefill_s(),
             cached=book.cached(cluster.now),
@@ -354,16 +358,16 @@ class Forecaster:
         count, size = self._submitted
         quantiles = enumerate(book.next_quantiles(list(book.unstarted), size))
 
-        def fresh() -> list[_Place]:
+        def to_come() -> list[_Place]:
             order, group = next(quantiles)
             return [_Place((1, order), book.lengths.remaining(0, u), book.prompt_tokens) for u in group]
 
         for group in book.unstarted:
-            groups.setdefault(group, []).extend(fresh())
+            groups.setdefault(group, []).extend(to_come())
         awaited = self._awaited or frozenset()
         members = [(group in awaited, sessions) for group, sessions in groups.items()]
         if self.between_steps and not self._submitted_since:
-            members += [(False, fresh()) for _ in range(count)]
+            members += [(False, to_come()) for _ in range(count)]
         return members
 
 
@@ -373,12 +377,12 @@ def standing_slices(cluster: Cluster) -> list[SliceStatus]:
     return [s for s in cluster if not s.slice.lendable and s.state in alive]
 
 
-def crew_of(cluster: Cluster, statuses: Sequence[SliceStatus]) -> Crew:
+def capacity_of(cluster: Cluster, statuses: Sequence[SliceStatus]) -> Capacity:
     kinds = cluster.roofline.kinds()
-    crew = Crew()
+    capacity = Capacity()
     for status in statuses:
-        crew += alike(1.0, status.slice.seats or math.inf, kinds[status.slice.id])
-    return crew
+        capacity += uniform(1.0, status.slice.seats or math.inf, kinds[status.slice.id])
+    return capacity
 
 
 def _smoothed(before: float, now: float) -> float:

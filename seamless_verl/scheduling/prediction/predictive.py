@@ -1,7 +1,7 @@
 """Lend what pays, for as long as it pays, by prediction.
 
 The policy fits generation speed and lengths to what finishes (`learned`, `session_forecast`), plays plans forward
-(`course`) and compares their value in seconds (`forecast`):
+(`projection`) and compares their value in seconds (`forecast`):
 
 * **hold** against **lend m slices until t**, for several m and t, with the measured costs of waking and of taking back;
   lent is the cheapest plan if it beats holding (by a margin, if one is asked for), also after what has to be prefilled
@@ -34,15 +34,22 @@ from seamless_verl.scheduling.events import (
     StepEnded,
     WeightsPublished,
 )
-from seamless_verl.scheduling.prediction.course import Course
-from seamless_verl.scheduling.prediction.forecast import Forecaster, Outlook, PrefillAgain, Trainer, crew_of, prefill_s
+from seamless_verl.scheduling.prediction.forecast import (
+    Forecaster,
+    Outlook,
+    PrefillAgain,
+    Trainer,
+    capacity_of,
+    prefill_s,
+)
+from seamless_verl.scheduling.prediction.projection import Projection
 from seamless_verl.scheduling.slices import SliceState, SliceStatus, Switch, Tag
 
-_ARRIVED = 0.25  # share of an update that must be there before the gang is called for the rest of it
-_EARLY = 1.5  # switches before the groups are there that the gang may be called for them
-_DOUBT = 0.5  # groups by which the forecast may fall short then
-_CLEARLY = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
-_PATIENCE = 0.05  # of a loan: the time between two reviews while nothing has arrived
+_ARRIVED_SHARE = 0.25  # share of an update that must be there before the gang is called for the rest of it
+_RECALL_LEAD = 1.5  # switches before the groups are there that the gang may be called for them
+_MAX_SHORTFALL = 0.5  # groups by which the forecast may fall short then
+_MIN_GAIN_OF_FEWER = 0.02  # of a switch: by so much a loan of fewer slices must be better to leave the others idle
+_REVIEW_SHARE = 0.05  # of a loan: the time between two reviews while nothing has arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +121,12 @@ class Predictive:
             return
         wake_s = cluster.costs.typical_s(Switch.TO_ROLLOUT) or 0.0
         back_s = cluster.costs.typical_s(Switch.TO_TRAIN) or 0.0
-        hold = outlook.worth(outlook.course((0.0, outlook.standing)), 0.0)
+        hold = outlook.worth(outlook.projection((0.0, outlook.standing)), 0.0)
         best = self._best_loan(cluster, outlook, idle, wake_s, back_s)
         again = PrefillAgain.of_loan(
             outlook.work,
             outlook.standing,
-            crew_of(cluster, best.slices),
+            capacity_of(cluster, best.slices),
             best.left_behind,
             caches_lost=self._caches_lost(cluster),
             usual_s=wake_s + back_s,
@@ -155,17 +162,17 @@ class Predictive:
         best: _Plan | None = None
         for count in sorted({(len(idle) + 1) // 2, len(idle)}, reverse=True):
             chosen = tuple(idle[:count])
-            helped = standing + crew_of(cluster, chosen)
-            course = outlook.course((0.0, standing), (wake_s, helped))
-            for back_at in _ends_of_loan(outlook, course, wake_s, back_s):
-                planned = outlook.course((0.0, standing), (wake_s, helped), (back_at, standing))
+            helped = standing + capacity_of(cluster, chosen)
+            projection = outlook.projection((0.0, standing), (wake_s, helped))
+            for back_at in _ends_of_loan(outlook, projection, wake_s, back_s):
+                planned = outlook.projection((0.0, standing), (wake_s, helped), (back_at, standing))
                 plan = _Plan(
                     worth=outlook.worth(planned, back_at + back_s),
                     back_s=back_at,
                     slices=chosen,
                     left_behind=planned.left_behind,
                 )
-                more = _CLEARLY * (wake_s + back_s) if best is not None and count < len(best.slices) else 0.0
+                more = _MIN_GAIN_OF_FEWER * (wake_s + back_s) if best is not None and count < len(best.slices) else 0.0
                 if best is None or plan.worth < best.worth - more:
                     best = plan
         return best or _Plan(worth=math.inf, back_s=math.inf, slices=tuple(idle))
@@ -176,7 +183,7 @@ class Predictive:
         self, cluster: Cluster, waiting: Pending | None, lent: Sequence[SliceStatus]
     ) -> Iterator[Proposal]:
         due = waiting is not None and cluster.is_due(waiting)
-        arrived = due or cluster.ready >= _ARRIVED * self._forecaster.minimum(waiting)
+        arrived = due or cluster.ready >= _ARRIVED_SHARE * self._forecaster.minimum(waiting)
         if cluster.now < self._review_at and (due, arrived) == self._at_review:
             yield LookAgain(at=self._review_at)
             return
@@ -204,8 +211,8 @@ class Predictive:
             return
         elapsed = cluster.now - min(s.since for s in lent)
         # Until something has arrived nothing can be taken back, however often one looks.
-        pause_s = 0.0 if arrived else _PATIENCE * elapsed
-        pause_s = max(pause_s, 0.0 if sure else _EARLY * back_s)  # sooner nothing can be sure
+        pause_s = 0.0 if arrived else _REVIEW_SHARE * elapsed
+        pause_s = max(pause_s, 0.0 if sure else _RECALL_LEAD * back_s)  # sooner nothing can be sure
         self._review_at = cluster.now + max(min(best.back_s, 1e6) / 2, soon, pause_s)
         yield LookAgain(at=self._review_at)
         if best.back_s < math.inf and best.worth < math.inf:
@@ -217,8 +224,8 @@ class Predictive:
         """Taken back a moment too late, a slice costs that moment; too early, it idles until the last session has ended
         without its help, which is seconds where the last one turns out to be long. Will it probably have ended?"""
         missing = outlook.trainer.minimum - outlook.trainer.ready
-        near = self._forecaster.ready_within(cluster, outlook.trainer, _EARLY * back_s / outlook.token_s)
-        return near >= missing - _DOUBT
+        near = self._forecaster.ready_within(cluster, outlook.trainer, _RECALL_LEAD * back_s / outlook.token_s)
+        return near >= missing - _MAX_SHORTFALL
 
     def _horizon(self, cluster: Cluster, outlook: Outlook, slices: Sequence[SliceStatus], back_s: float) -> Horizon:
         outlasting = self._forecaster.longer_than(cluster, back_s / outlook.token_s)
@@ -241,26 +248,26 @@ def _best_end(cluster: Cluster, outlook: Outlook, lent: Sequence[SliceStatus], b
     """
     standing = outlook.standing
     asleep_s = _asleep_s(cluster, lent)
-    everyone = [(asleep_s, standing + crew_of(cluster, lent))]
+    everyone = [(asleep_s, standing + capacity_of(cluster, lent))]
     if asleep_s:
         everyone = [(0.0, standing), *everyone]
     best = _Plan(worth=math.inf, back_s=math.inf)
     if early:
-        best = _Plan(worth=outlook.worth(outlook.course(everyone[0], (0.0, standing)), back_s), back_s=0.0)
-    for at in _ends_of_loan(outlook, outlook.course(*everyone), asleep_s, back_s):
+        best = _Plan(worth=outlook.worth(outlook.projection(everyone[0], (0.0, standing)), back_s), back_s=0.0)
+    for at in _ends_of_loan(outlook, outlook.projection(*everyone), asleep_s, back_s):
         if at > 0.0:
-            worth = outlook.worth(outlook.course(*everyone, (at, standing)), at + back_s)
+            worth = outlook.worth(outlook.projection(*everyone, (at, standing)), at + back_s)
             if worth <= best.worth:
                 best = _Plan(worth=worth, back_s=at)
     return best
 
 
-def _ends_of_loan(outlook: Outlook, course: Course, awake_s: float, back_s: float) -> list[float]:
+def _ends_of_loan(outlook: Outlook, projection: Projection, awake_s: float, back_s: float) -> list[float]:
     """Times at which taking back could begin: so that the gang is free for each local update, and as late as its
     training lets it."""
     trainer = outlook.trainer
-    wanted = [course.when_ready(groups - trainer.ready) - back_s for groups in _marks(trainer)]
-    wanted.append(outlook.latest_free(course) - back_s)
+    wanted = [projection.when_ready(groups - trainer.ready) - back_s for groups in _marks(trainer)]
+    wanted.append(outlook.latest_free(projection) - back_s)
     return sorted({max(awake_s, at) for at in wanted if at < math.inf})
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -52,6 +53,7 @@ class CurriculumLoader:
         self._accuracy_key = config.accuracy_key
         self._on_epoch = on_epoch
         self._say = say
+        self._say_once = cache(say)
         self._step = 1  # the step being filled
         self.curriculum = configured(
             config,
@@ -135,9 +137,11 @@ class CurriculumLoader:
             problem = f"the reward of a rollout has {sorted(info) or 'nothing'} beside its score"
         elif not isinstance(value, (Real, np.bool_)) or not math.isfinite(value):
             problem = f"the reward of a rollout has {value!r} there, which is no finite number"
-        elif info.keys() <= _OF_A_PLAIN_NUMBER and value not in (0, 1):
+        elif info.keys() <= _OF_A_PLAIN_NUMBER and float(value) > 1:  # a bonus makes what is not solved look so
             problem = f"the reward is a plain number ({value}), and its score does not say what is solved"
         else:
+            if info.keys() <= _OF_A_PLAIN_NUMBER and value not in (0, 1):
+                self._say_once("curriculum: the reward is a plain number, of which only 1 counts as solved")
             return float(value)
         fix = f"return {{'score': …, '{name}': 1 or 0}} from the reward function, or name another that it returns"
         raise ConfigError("seamless.curriculum.accuracy_key", name, problem, fix)

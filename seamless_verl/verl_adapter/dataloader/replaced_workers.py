@@ -52,6 +52,7 @@ class ReplacingManager(AgentLoopManagerTQ):
         self.floor_of: Callable[[str], int] | None = None
         self._issued = IssuedGroups()
         self._replaced: dict[str, int] = {}  # workers that died -> their place among the others
+        self._nodes: dict[int, str] = {}  # where workers have answered, by their place
         self._prompts: dict[str, tuple[TensorDict, int]] = {}  # of what is issued: where its prompt stands
 
     def generate_sequences(self, prompts: TensorDict) -> None:
@@ -113,17 +114,23 @@ class ReplacingManager(AgentLoopManagerTQ):
             calls.append((worker, worker.generate_sequences.remote(prompts, *floors)))
         for worker, call in calls:
             try:
-                attended(call, self.look)
+                if node := attended(call, self.look):  # which workers of a class of the user's own do not say
+                    self._nodes[self.agent_loop_workers.index(worker)] = node
             except RayActorError as error:
                 dead.append((worker, error))
         return dead
 
     def _start(self, rank: int) -> Any:
-        """A worker as verl's `_init_agent_loop_workers` makes it."""
+        """A worker as verl's `_init_agent_loop_workers` makes it, on the node of the one before, where its journal is.
+
+        By its place the node may be another one now: nodes come and go.
+        """
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        home = self._nodes.get(rank, "")
+        node = home if home in nodes else nodes[rank % len(nodes)]
         options = self.agent_loop_workers_class.options(
             name=f"agent_loop_worker_{rank}_{SUCCESSOR}{uuid.uuid4().hex[:8]}",
-            scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=True),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         )
         return options.remote(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
 

@@ -188,10 +188,15 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
         managed = staleness.manages_groups or staleness.redundancy > 1
         self._groups = GroupRuns(staleness.group_redundancy, _clear) if managed else None
 
-    async def generate_sequences(self, batch: Any, floors: Mapping[str, int] | None = None) -> None:
-        """As the parent; ``floors``: the oldest weights that may begin each prompt (`staleness.floors`)."""
+    async def generate_sequences(self, batch: Any, floors: Mapping[str, int] | None = None) -> str:
+        """As the parent; ``floors``: the oldest weights that may begin each prompt (`staleness.floors`).
+
+        Returns:
+            This node, by Ray's id; "" outside of Ray.
+        """
         request_log.reserve(floors or {})
         await super().generate_sequences(batch)
+        return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False

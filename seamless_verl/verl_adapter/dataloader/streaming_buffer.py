@@ -35,6 +35,7 @@ from seamless_verl.verl_adapter.dataloader.woken_buffer import (
     Stragglers,
     WokenReplayBuffer,
 )
+from seamless_verl.verl_adapter.rollout.verl_samples import stamps
 
 FAILURES_IN_A_ROW = 32
 STATE_FILE = "streaming.json"
@@ -275,11 +276,8 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         filtered = self._dapo_filtered_keys("train")[0] & reserved
         done = [uid for uid in ended if uid not in filtered]
         for uid in done:
-            tags = [self.partitions["train"][key] for key in rows[uid]]
-            started = [tag["min_global_steps"] for tag in tags if tag.get("min_global_steps") is not None]
-            known = uid not in self._adopted and len(started) == len(tags)
-            tokens = sum(tag.get("seq_len", 0) for tag in tags)
-            self.protocol.occupy(uid, min(started) if known else None, tokens=tokens)
+            tokens = sum(self.partitions["train"][key].get("seq_len", 0) for key in rows[uid])
+            self.protocol.occupy(uid, self._began(uid, rows[uid]), tokens=tokens)
         if filtered and self._source is not None:
             self._source.consumed({uid: rows[uid] for uid in ended if uid in filtered})
         if failed and self._source is not None:
@@ -302,6 +300,20 @@ class StreamingReplayBuffer(WokenReplayBuffer):
         else:
             for metric, count in self.stragglers.treat(self.protocol, global_steps - 1).items():
                 self._metrics[metric] += count
+
+    def _began(self, uid: str, rows: Sequence[str]) -> int | None:
+        """V_traj by the tags of a group's rows; None: not known, or what an agent loop of the user's own has there."""
+        tags = [self.partitions["train"][key] for key in rows]
+        started = [int(tag["min_global_steps"]) for tag in tags if tag.get("min_global_steps") is not None]
+        if uid in self._adopted or len(started) < len(tags):
+            return None
+        version, asked, newest = min(started), self.floor_of(uid), self.protocol.version
+        fields = ["extra_fields"]
+        if asked <= version <= newest or any(stamps(tq.kv_batch_get(list(rows), "train", fields)["extra_fields"])):
+            return version
+        told = "an agent loop of yours calls min_global_steps what cannot be the weights that began its rows"
+        self.desk.say_once(f"{told} (the step?): its groups count as begun by those that they were admitted for")
+        return None
 
     def count_failures(self, failed: int, finished: bool) -> None:
         """Note what this look found; a group that finished starts the count anew.

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import ray
@@ -115,6 +116,7 @@ class AttemptDesk:
     def __init__(self, workers: Sequence[Any], say: Callable[[str], None]) -> None:
         self._workers = workers
         self._say = say
+        self.say_once = cache(say)  # the same line, that is
         self._calls: list[Any] = []  # those that have not been answered yet
         self._asked_at = 0.0
         self.book = AttemptBook()

@@ -103,9 +103,8 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
         """
         request_log.name(request_id)  # before it is placed: a session that ends first tells the router so
         prompt_ids = normalize_token_ids(prompt_ids)
-        partial = PartialGeneration(
-            self._with_budget(sampling_params, len(prompt_ids)), decode, moves_grammars=self._rollout("name") == "vllm"
-        )
+        budget, params = self._with_budget(sampling_params, len(prompt_ids))
+        partial = PartialGeneration(params, decode, moves_grammars=self._rollout("name") == "vllm")
         group = request_log.group_of(request_id)
         if self._oldest_first and not kwargs.get("priority"):  # verl's single_turn_agent says 0, which is none
             kwargs["priority"] = request_log.began_ms(request_id)
@@ -129,7 +128,7 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             _tell(partial, on_kept)
             refused = refused + 1 if output is not None and not output.token_ids else 0
             await asyncio.sleep(_BACKOFFS_S[min(refused, len(_BACKOFFS_S) - 1)])
-        return _output(merged, partial, request_log.newest(request_id))
+        return _output(merged, partial, request_log.newest(request_id), budget)
 
     async def _call_replica(
         self,
@@ -173,14 +172,15 @@ class VersionedLLMClient(FullyAsyncLLMServerClient):
             raise RuntimeError(f"{call.address} gave up on a request with an error; its log tells which")
         return output
 
-    def _with_budget(self, sampling_params: dict[str, Any], num_prompt: int) -> dict[str, Any]:
-        """A copy that says ``max_tokens``, where one is known: what the prompt leaves of the engine's length at most,
-        since verl's server refuses to go on with an answer that fills it."""
+    def _with_budget(self, sampling_params: dict[str, Any], num_prompt: int) -> tuple[int | None, dict[str, Any]]:
+        """The budget, and a copy that says ``max_tokens``, where one is known: what the prompt leaves of the engine's
+        length at most, since verl's server refuses to go on with an answer that fills it."""
         params = dict(sampling_params)
         budget = params.pop("max_tokens", params.pop("max_new_tokens", None)) or self._configured_response_length()
-        if budget is not None and (length := self._rollout("max_model_len")):
-            budget = min(budget, max(1, int(length) - num_prompt))
-        return params if budget is None else {**params, "max_tokens": budget}
+        if budget is None:
+            return None, params
+        length = self._rollout("max_model_len")
+        return budget, {**params, "max_tokens": min(budget, max(1, int(length) - num_prompt)) if length else budget}
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         extra["context_tokens"] = len(extra.get("prompt_ids", ()))  # a number travels, where the tokens need not
@@ -339,12 +339,14 @@ def _merge(merged: TokenOutput, output: TokenOutput, num_kept: int) -> None:
         merged.routed_experts = np.concatenate([merged.routed_experts, routed[-num_kept:]])
 
 
-def _output(merged: TokenOutput, partial: PartialGeneration, newest: int) -> TokenOutput:
+def _output(merged: TokenOutput, partial: PartialGeneration, newest: int, budget: int | None) -> TokenOutput:
     """``newest``: version in the session so far; verl's agent loops take over what the last turn says."""
     whole = partial.generation()
     merged.token_ids, merged.log_probs = list(whole.token_ids), list(whole.log_probs)
     if merged.stop_reason in _ABORT_REASONS:
         merged.stop_reason = "length" if whole.finish_reason is FinishReason.LENGTH else "completed"
+    if budget is not None and len(merged.token_ids) >= budget:  # as verl's own client has it
+        merged.stop_reason = "length"
     reported = merged.extra_fields.get("global_steps")
     versions = _told(whole.version_spans) or ([] if reported is None else [reported])
     merged.extra_fields.update(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.chat_template import TokenizerRenderer
 from seamless_verl.proxy.text.parsing import AnswerParser, keeps_special_tokens
 from seamless_verl.proxy.text.pictures import ImageReader, ProcessorReader
+from seamless_verl.run.supervisor import RUN_ID
 from seamless_verl.verl_adapter.vllm.vllm_parsers import make_parser
 
 _log = logging.getLogger(__name__)
@@ -222,7 +224,8 @@ class ActorProxy:
         """
         try:
             self._engine.start()
-            await asyncio.to_thread(make_way, self._folder / _JOURNAL, is_successor=self._is_successor)
+            life = os.environ.get(RUN_ID) or ray.get_runtime_context().get_job_id()
+            await asyncio.to_thread(make_way, self._folder / _JOURNAL, life, is_successor=self._is_successor)
             self._serving = asyncio.ensure_future(_served(self._actor))
             self._serving.add_done_callback(self._gave_up)
             until = time.monotonic() + _START_S

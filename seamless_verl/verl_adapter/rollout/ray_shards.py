@@ -27,8 +27,6 @@ from seamless_verl.proxy.deploy.shards import RunningShard
 from seamless_verl.proxy.deploy.standalone import Ready, StandaloneConfig, serve
 from seamless_verl.proxy.session.address_book import prefix_of
 
-_START_S = 120.0
-
 
 class ShardActor:
     """One shard; an asynchronous actor, so that it serves between its calls."""
@@ -103,8 +101,11 @@ class RayShards:
         actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote(config)
         try:
             start = actor.start.remote(int(place.rpartition(":")[2]) if place else None)
-            return _RayShard(actor, await asyncio.wait_for(start, _START_S))
-        except (RayError, asyncio.TimeoutError) as error:
+            return _RayShard(actor, await start)  # however long: it waits for a paused vLLM
+        except asyncio.CancelledError:
+            ray.kill(actor)
+            raise
+        except RayError as error:
             ray.kill(actor)
             story = str(error.cause if isinstance(error, RayTaskError) else error) or type(error).__name__
             raise ConfigError("--shards", shard, f"this shard did not start: {story}", "mend that") from error

@@ -34,6 +34,12 @@ class RowStamp(TypedDict):
     cut_off: bool
 
 
+def stamps(extra_fields: Any) -> list[Mapping[str, Any]]:
+    """The `RowStamp` of every row; empty for rows of verl's own agent loops."""
+    infos = extra_fields.tolist() if hasattr(extra_fields, "tolist") else extra_fields
+    return [(info or {}).get(ROW_FIELD) or {} for info in infos]
+
+
 def row_digest(prompt_ids: Any, response_ids: Any, response_mask: Any, log_probs: Any) -> str:
     """Digest of a row's tokens, mask and float32 log-probs; any sequence or CPU tensor will do."""
     digest = hashlib.blake2b(digest_size=16)

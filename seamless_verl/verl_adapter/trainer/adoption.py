@@ -7,15 +7,17 @@ import os
 import uuid
 from pathlib import Path
 
+import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from transfer_queue import interface as transfer_queue
 
 from seamless_verl.config import TRAINER_MODE, SeamlessConfig, StalenessConfig
-from seamless_verl.errors import ConfigError
+from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import WEIGHTS, survey
 from seamless_verl.run import check_batches
 from seamless_verl.run.check_combinations import MANAGER, check_engine, has_own_sampler, told_of_sampler
 from seamless_verl.run.check_gpu_memory import check_memory
-from seamless_verl.run.check_machine import check_packages
+from seamless_verl.run.check_machine import ADDRESS, check_packages
 from seamless_verl.run.check_weights import check_adapter, check_weights
 from seamless_verl.run.recipe_assets import plain
 from seamless_verl.run.supervisor import RUN_ID
@@ -52,13 +54,11 @@ def adopt_config(config: DictConfig) -> SeamlessConfig:
         for key, value in read_elsewhere.items():
             OmegaConf.update(config, f"seamless.{key}", value, force_add=True)
         modes = config.trainer.v1
-        if modes.get(TRAINER_MODE) is None:
-            modes[TRAINER_MODE] = {}
         sync_step = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
-        modes[TRAINER_MODE].parameter_sync_step = sync_step
         modes.separate_async.parameter_sync_step = sync_step
         if seamless.staleness.policy == "reserve" and not has_own_sampler(config):
             modes.separate_async.num_warmup_batches = 0
+        modes[TRAINER_MODE] = OmegaConf.merge(modes.get(TRAINER_MODE) or {}, modes.separate_async)  # a sampler gets it
         agent = config.actor_rollout_ref.rollout.get("agent")
         if agent is not None and agent.get("agent_loop_manager_class") is None:
             agent.agent_loop_manager_class = MANAGER
@@ -97,7 +97,9 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
 
     Raises:
         ConfigError: key, value and fix, before a worker has been started.
+        MachineError: see `refuse_joined_queue`.
     """
+    refuse_joined_queue()
     settings, machine = plain(config), survey(Path.cwd())
     check_batches.check_sequences(settings)
     check_batches.check_batches(settings)
@@ -111,13 +113,32 @@ def refuse_early(config: DictConfig, seamless: SeamlessConfig) -> None:
         _log.warning("%s", warning)
 
 
+def another_run() -> MachineError:
+    found = "another verl run is on it, and TransferQueue is one per cluster: each would train the other's rows"
+    return MachineError("Ray cluster", found, f"wait for its end, or start your own: ++{ADDRESS}=local")
+
+
+def refuse_joined_queue() -> None:
+    """Where ``tq.init`` has joined the TransferQueue of another run, which it does without a word.
+
+    Raises:
+        MachineError: it did. It is let go before, since ``tq.close``, which verl then calls, would end it.
+    """
+    controller = transfer_queue._TQ_CONTROLLER
+    if controller is not None and controller._actor_id.job_id.hex() != ray.get_runtime_context().get_job_id():
+        transfer_queue._TQ_CONTROLLER = None
+        raise another_run()
+
+
 def refuse_no_batch(config: DictConfig, prompts: int) -> None:
-    """Where too few prompts are left when verl has dropped those that are too long: it divides by the steps of an epoch
-    only when all has been started and validated."""
+    """Where too few prompts are left, perhaps as verl has dropped those that are too long: it divides by the steps of
+    an epoch only when all has been started and validated."""
     data = config.data
     if prompts < data.train_batch_size and not config.trainer.val_only:
-        problem = f"is more than the {prompts} prompts that data.max_prompt_length={data.max_prompt_length} leaves"
-        fix = f"{f'write {prompts} or less, ' if prompts else ''}raise that limit, or give more data"
+        is_filtered = data.get("filter_overlong_prompts", True)  # verl's default
+        left = f"that data.max_prompt_length={data.max_prompt_length} leaves" if is_filtered else "of data.train_files"
+        fixes = [f"write {prompts} or less"] * bool(prompts) + ["raise that limit"] * is_filtered + ["give more data"]
+        problem, fix = f"is more than the {prompts} prompts {left}", ", or ".join(fixes)
         raise ConfigError("data.train_batch_size", data.train_batch_size, problem, fix)
 
 

@@ -25,7 +25,7 @@ from transfer_queue import KVBatchMeta
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.token_trie import deal
-from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD
+from seamless_verl.verl_adapter.rollout.verl_samples import stamps
 
 Limits = tuple[int, int | None]
 """Tokens of a response (``data.max_response_length``), and of a row (``rollout.max_model_len``)."""
@@ -165,7 +165,7 @@ def zero_overlong_advantages(batch: KVBatchMeta, limits: Limits) -> float:
     extra = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])["extra_fields"]
     response, row = limits
     overlong = []
-    for (key, tag), stamp in zip(real, _stamps(extra), strict=True):
+    for (key, tag), stamp in zip(real, stamps(extra), strict=True):
         # Rows of a checkpoint may have a stamp from before it said so.
         if stamp.get("cut_off", tag["response_len"] >= response or (row is not None and tag["seq_len"] >= row)):
             overlong.append(key)
@@ -189,7 +189,7 @@ def mask_old_tokens(batch: KVBatchMeta, version: int, most: int) -> float:
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     masks = list(data["response_mask"].unbind())
     kept = []
-    for mask, stamp, tag in zip(masks, _stamps(data["extra_fields"]), batch.tags, strict=True):
+    for mask, stamp, tag in zip(masks, stamps(data["extra_fields"]), batch.tags, strict=True):
         lags = _lags(mask, tag, stamp.get("made_by"), version)
         kept.append(mask if lags is None else mask * (lags <= most))
     before, after = (sum(int(mask.sum()) for mask in each) for each in (masks, kept))
@@ -213,7 +213,7 @@ def write_interpolation_weights(batch: KVBatchMeta, version: int) -> KVBatchMeta
     rows = [
         interpolation_weights(mask, tag, stamp.get("made_by"), version)
         for mask, stamp, tag in zip(
-            data["response_mask"].unbind(), _stamps(data["extra_fields"]), batch.tags, strict=True
+            data["response_mask"].unbind(), stamps(data["extra_fields"]), batch.tags, strict=True
         )
     ]
     return _put(batch.partition_id, batch.keys, "rollout_is_weights", rows)
@@ -249,12 +249,6 @@ def _lags(
     for start, stop, generated_by in made_by or ():
         lags[start:stop] = float(version - generated_by)
     return lags
-
-
-def _stamps(extra_fields: Any) -> list[Mapping[str, Any]]:
-    """The `RowStamp` of every row; empty for rows of verl's own agent loops."""
-    infos = extra_fields.tolist() if hasattr(extra_fields, "tolist") else extra_fields
-    return [(info or {}).get(ROW_FIELD) or {} for info in infos]
 
 
 def _put(partition_id: str, keys: Sequence[str], name: str, rows: Sequence[torch.Tensor]) -> KVBatchMeta:

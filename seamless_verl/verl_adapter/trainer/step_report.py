@@ -17,7 +17,7 @@ from seamless_verl.observe.flight import RowsTrained
 from seamless_verl.observe.reporter import PoolStanding, Reporter, StepReport, ValidationReport
 from seamless_verl.observe.summary import clustered_mean
 from seamless_verl.observe.time_ledger import SliceSeconds, idle_shares
-from seamless_verl.verl_adapter.rollout.verl_samples import ROW_FIELD, row_digest
+from seamless_verl.verl_adapter.rollout.verl_samples import row_digest, stamps
 from seamless_verl.verl_adapter.trainer.trainer_flight import ROLLOUT, TRAINER
 
 _AUDIT_FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
@@ -80,7 +80,7 @@ class StepMeter:
         self._lengths: list[tuple[int, int]] = []  # prompt, response
         self._sharing = {"tokens": 0.0, "tokens_computed": 0.0, "seconds_saved": 0.0}
         # session key -> (row index, reward, passed): the last row of a session carries its reward
-        self._sessions: dict[str, tuple[int, float, float | None]] = {}
+        self._sessions: dict[str, tuple[int, float, Any]] = {}
 
     def audit(self, batch: KVBatchMeta) -> None:
         """Compare every row about to be trained with the stamp that the proxy put on it after its own audit.
@@ -90,6 +90,11 @@ class StepMeter:
         """
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_AUDIT_FIELDS)
         columns = {name: _rows_of(data[name]) for name in _AUDIT_FIELDS if name in data}
+        stamped = [key for key, stamp in zip(batch.keys, stamps(columns["extra_fields"]), strict=True) if stamp]
+        if "rollout_log_probs" not in columns and stamped:  # some of verl's own loops keep none: nobody is given any
+            data = tq.kv_batch_get(keys=stamped, partition_id=batch.partition_id, select_fields=["rollout_log_probs"])
+            sampled = dict(zip(stamped, _rows_of(data["rollout_log_probs"]), strict=True))
+            columns["rollout_log_probs"] = [sampled.get(key) for key in batch.keys]
         refused: list[str] = []
         for position, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
             if tag.get("is_padding", False):
@@ -99,8 +104,8 @@ class StepMeter:
             self._lengths.append((len(row["prompts"]), len(row["responses"])))
             self._policy_tokens += int(row["response_mask"].sum())
             self._count_session(key, row)
-            stamp = (row["extra_fields"] or {}).get(ROW_FIELD)
-            if stamp is None:
+            (stamp,) = stamps([row["extra_fields"]])
+            if not stamp:
                 continue  # rows of verl's own agent loops carry no stamp
             self._audited += 1
             found = row_digest(row["prompts"], row["responses"], row["response_mask"], row["rollout_log_probs"])
@@ -164,6 +169,8 @@ class StepMeter:
             return
         refused: list[str] = []
         for key, trained, sampled, mask in zip(on_policy, *(_rows_of(data[name]) for name in fields), strict=True):
+            if not mask.any():
+                continue  # an agent loop of the user's own masked all of it
             difference = (trained - sampled).abs()[mask.bool()].max().item()
             if math.isfinite(difference):
                 self._logprob_diff = max(self._logprob_diff or 0.0, difference)
@@ -251,7 +258,7 @@ class StepMeter:
             total_steps=total_steps,
             step_s=step_s,
             reward=float(np.mean(rewards)) if rewards else 0.0,
-            pass_rate=float(np.mean(passed)) if passed else None,
+            pass_rate=float(np.mean(passed)) if passed and all(map(_is_share, passed)) else None,
             tokens_per_s=self._policy_tokens / step_s,
             staleness_mean=float(np.mean(self._staleness)) if self._staleness else 0.0,
             staleness_max=max(self._staleness, default=0),
@@ -296,7 +303,7 @@ def report_validation(
     """
     for report in validation_report(step, data_sources, uids, infos):
         reporter.validation(report)
-    if missing := wanted - len(uids):
+    if (missing := wanted - len(uids)) > 0:
         reporter.say(
             f"validation after step {step}: {missing} of {wanted} rollouts are missing, and in none of these "
             "figures; verl's acc counts them as 0 (the reasons are in logs/)"
@@ -306,13 +313,14 @@ def report_validation(
 def validation_report(
     step: int, data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]]
 ) -> Iterator[ValidationReport]:
-    """One report per data source, on ``passed`` where its rewards have it (0 without), else on the rewards.
+    """One report per data source, on ``passed`` where its rewards have shares there (0 without), else on the rewards.
 
     Tasks go by their names, which last from one validation to the next; where several prompts of a source share one,
     by their groups, which do not.
     """
     passed = infos.get("passed") or [None] * len(uids)
-    tells = {source for source, value in zip(data_sources, passed, strict=True) if value is not None}
+    told = [(source, value) for source, value in zip(data_sources, passed, strict=True) if value is not None]
+    tells = {source for source, _ in told} - {source for source, value in told if not _is_share(value)}
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     names = [str(name or uid) for name, uid in zip(infos.get("task_id") or uids, uids, strict=True)]
     prompts = Counter((source, name) for source, name, _ in {*zip(data_sources, names, uids, strict=True)})
@@ -334,6 +342,11 @@ def validation_report(
             rollouts=estimate.rollouts,
             task_means={task: sum(v) / len(v) for task, v in values.items()},
         )
+
+
+def _is_share(passed: Any) -> bool:
+    """Whether a ``passed`` can be averaged: verl's own agent loops may call a text ("3/5") or a count so."""
+    return isinstance(passed, (int, float, np.integer, np.floating, np.bool_)) and bool(0 <= passed <= 1)
 
 
 def _rows_of(column: Any) -> list[Any]:

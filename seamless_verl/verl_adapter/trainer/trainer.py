@@ -77,6 +77,7 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
         self._step_began_at = 0.0  # of the recorder's clock
+        self._validation_scores: list[float] = []
         self.current_mode = separate_async.HybridEngineMode.TRAINER
         # Made in `_setup`, where verl makes its own.
         self.resource_pool_manager: Any = None
@@ -339,17 +340,16 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             return self.flight.books(())
         return self.flight.books(ray.get(self.standalone_server_manager.global_load_balancer.books.remote()))
 
-    def _val_metrics_update(
-        self,
-        data_sources: list[str],
-        sample_uids: list[str],
-        reward_extra_infos_dict: dict[str, list[Any]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> dict[str, float]:
-        wanted = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
-        report_validation(self.reporter, self.global_steps, wanted, data_sources, sample_uids, reward_extra_infos_dict)
-        return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
+    def _maybe_log_val_generations(self, inputs: list[str], outputs: list[str], scores: list[float]) -> None:
+        self._validation_scores = scores
+        super()._maybe_log_val_generations(inputs, outputs, scores)
+
+    def _val_metrics_update(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        data_sources, uids, infos, _ = args
+        infos["reward"] = self._validation_scores  # verl 0.9.1 adds what a reward function calls so
+        wanted = sum(kwargs["expected_acc_counts"].values())
+        report_validation(self.reporter, self.global_steps, wanted, data_sources, uids, infos)
+        return super()._val_metrics_update(*args, **kwargs)
 
     # ---------------------------------------------------------------- validation, verl's own switch
 

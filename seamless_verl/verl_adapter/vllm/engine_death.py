@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import signal
+import socket
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -70,10 +71,12 @@ class EngineNotStarted(SeamlessError):
     @classmethod
     def because(cls, error: BaseException, replica: int) -> EngineNotStarted:
         """``error``: what the server raised, which often only says that the engine's process ended."""
-        log = Path(os.path.realpath("/proc/self/fd/2")).name
+        log, kept = Path(os.path.realpath("/proc/self/fd/2")), os.environ.get("SEAMLESS_RAY_DIR")
+        is_kept = kept is not None and log.is_relative_to(os.path.realpath(kept))  # copied into the run folder
+        more = f"logs/{log.name}" if is_kept else f"{log} on {socket.gethostname()}"
         return cls(
             f"vLLM's engine did not start (rollout replica {replica}): {_why_not_started(error)}. Fix: mend what that "
-            f"names (its settings are actor_rollout_ref.rollout.* and the engine_kwargs.vllm.* in it); more: logs/{log}"
+            f"names (its settings are actor_rollout_ref.rollout.* and the engine_kwargs.vllm.* in it); more: {more}"
         )
 
 

@@ -115,7 +115,7 @@ class RollingWeights:
         self._record = record
         self._clock = clock
         self._say, self._told_slow = say, False
-        self._published_at, self._pulls_s = 0.0, list[float]()  # seconds of those that have ended since
+        self._published_at, self._pulls_s = 0.0, list[float]()  # seconds of those that changed weights since
         self._limit_s = limit_s
         self._newest: int | None = None
         self._copy_s = 0.0  # to another node a pull begins with a copy of the version
@@ -156,7 +156,7 @@ class RollingWeights:
         self._copy_s = self._published.get("weights/bytes", 0.0) / _SLOWEST
         with self._news:
             step_s, self._published_at = self._clock() - self._published_at, self._clock()
-            story = too_slow(self._config, len(self._states), self._pulls_s, step_s)
+            story = too_slow(self._config, len(self._living()), self._pulls_s, step_s)
             self._pulls_s = []
             if story and not self._told_slow:
                 self._told_slow = True
@@ -318,7 +318,8 @@ class RollingWeights:
                 continue
             with self._news:
                 state.version, state.broken, state.refused = done.version, 0, 0
-                self._pulls_s.append(sum(done.seconds.values()))
+                if done.before is not None and done.seconds:  # neither its first one, nor one that found nothing newer
+                    self._pulls_s.append(sum(done.seconds.values()))
                 self._news.notify_all()
             self._record(
                 PullEnded(

@@ -73,7 +73,7 @@ class Carrier:
         """
         if _node() == self.node:
             return weight_store.newest(folder)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        weight_store.hold(folder)
         try:
             with _alone(folder):
                 return self._copied(folder)

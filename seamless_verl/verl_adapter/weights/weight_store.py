@@ -5,11 +5,14 @@
 
 Who has mapped a version keeps it: the kernel frees the memory when the last mapping is gone. So the store holds one
 version, two while one is published, and one more for each pull that is under way with an older one.
+
+Whoever writes into a store holds a lock in it until its process ends; a store without one is a killed run's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import shutil
@@ -25,11 +28,14 @@ import torch
 from numpy.typing import NDArray
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.machine import WEIGHTS
 
 SHARED = "seamless_shared"
 """Name of the checkpoint engine that publishes."""
 _ALIGNED = 64  # bytes; every tensor can be viewed in its own type
 _PART = ".part"
+_HELD = "held"
+_holds: dict[Path, int] = {}  # locks of this process, by store
 _WORD = 8  # bytes
 _PIECE = 64 << 20  # bytes that are cast, copied from a GPU and written at a time; whole words
 
@@ -159,6 +165,32 @@ def newest(folder: Path) -> Manifest | None:
             return decode((folder / f"{max(numbers)}.json").read_text())
 
 
+def hold(folder: Path) -> None:
+    """Make a store that stays while this process lives; at first those go that killed runs of this user have left.
+
+    By locks and not by processes: containers that share the memory need not see each other's.
+    """
+    lock = _holds.get(folder)
+    while lock is None or not os.fstat(lock).st_nlink:  # removed, by whoever found it before it was locked, too
+        if lock is not None:
+            os.close(lock)
+        lock = None
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileNotFoundError):
+            lock = _holds[folder] = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            _remove_unheld(folder)
+
+
+def _remove_unheld(own: Path) -> None:
+    for store in own.parent.glob(f"{WEIGHTS.name}*"):
+        with contextlib.suppress(OSError):  # it is held, or gone meanwhile
+            if store != own and store.stat().st_uid == os.getuid():
+                with open(store / _HELD, "w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(store)
+
+
 def publish(
     folder: Path, version: int, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
 ) -> Manifest:
@@ -172,7 +204,7 @@ def publish(
     Raises:
         OSError: the shared memory is full; what was published before stands.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    hold(folder)
     file = folder / f"{version}.weights"
     specs: list[TensorSpec] = []
     offset = 0
@@ -246,7 +278,7 @@ def _list(manifest: Manifest) -> None:
     Path(f"{listed}{_PART}").write_text(encode(manifest))
     os.replace(f"{listed}{_PART}", listed)
     for old in sorted(folder.iterdir(), key=lambda path: path.suffix != ".json"):  # manifests first
-        if old.stem != str(manifest.version):
+        if old.stem not in (str(manifest.version), _HELD):
             old.unlink(missing_ok=True)
 
 

@@ -9,7 +9,7 @@ function notes(data) {
   return told.length ? el("ul", { class: "problems" }, told.map((one) => el("li", {}, one))) : "";
 }
 
-const HEADS = [["step", "training step; attempts that none is known to have trained stand at the end"], ["groups", "prompts, each with its attempts"], ["attempts", "of agents, in these groups"],
+const HEADS = [["step", "training step; attempts that none is known to have trained stand at the end"], ["groups", "prompts, each with its attempts"], ["attempts", "of agents, in these groups; as reward and marks, of the latest where not all are counted"],
   ["reward", "mean over the rollouts of the step"], ["time", "of the step, from its beginning to its end"], ["trained tokens/s", "tokens that carried a gradient, over the time of the step"],
   ["staleness ≤", "most versions between the weights of a row's first token and those that the step changed"], ["groups that are", "how many groups have an attempt like that; a click shows them"]];
 
@@ -19,7 +19,7 @@ export const all = {
   draw(main, data, { run }) {
     const rows = data.steps.map((step) => el("tr", {},
       el("td", {}, link("/run/" + part(run) + "/step/" + part(step.step), step.step === "none" ? "not trained, or not said by which step" : step.step)),
-      el("td", {}, number(step.groups)), el("td", {}, number(step.attempts)), el("td", {}, number(step.reward)), el("td", {}, duration(step.step_s)),
+      el("td", {}, (step.counted < step.groups ? "the latest " + number(step.counted) + " of " : "") + number(step.groups)), el("td", {}, number(step.attempts)), el("td", {}, number(step.reward)), el("td", {}, duration(step.step_s)),
       el("td", {}, number(step.tokens_per_s, 0)), el("td", {}, number(step.staleness_max)),
       el("td", {}, Object.entries(step.flags).map(([flag, count]) =>
         el("a", { href: "#/run/" + part(run) + "/step/" + part(step.step) + "?flag=" + part(flag), class: "mark", title: data.flags[flag] }, count + " × " + flag)))));

@@ -37,7 +37,7 @@ WEIGHTS = [("a", torch.arange(5000.0)), ("b", torch.ones(3, 7))]
     ("names", "stage"),
     [
         ([], ""),
-        (["6.weights", "6.json"], ""),
+        (["held", "6.weights", "6.json"], ""),
         (["6.weights", "6.json", "7.weights.part"], "writing 7"),
         (["6.weights", "6.json", "7.weights"], "unlisted 7"),
         (["6.weights", "6.json", "7.weights", "7.json.part"], "unlisted 7"),

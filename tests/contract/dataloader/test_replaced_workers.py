@@ -283,6 +283,17 @@ def test_a_worker_is_made_as_verl_makes_its_workers(monkeypatch):
     for rank in range(3):
         manager._start(rank)
     assert made[3:] == made[:3]
+    manager.agent_loop_workers = [Handle(f"w{rank}", generate_sequences=ids[2 * (rank % 2)]) for rank in range(3)]
+    monkeypatch.setattr(ray, "get", lambda call: call.get())
+    monkeypatch.setattr(ray, "wait", Fleet.wait)
+    manager._hand_out([(worker, prompts(["a"])) for worker in manager.agent_loop_workers])
+    nodes[1]["Alive"] = True  # the list by which verl chose has changed
+    for rank in range(3):
+        manager._start(rank)
+    nodes[2]["Alive"] = False
+    manager._start(1)
+    expected = [ids[0], ids[2], ids[0], ids[1]]
+    assert [strategy["node_id"] for _, strategy, _ in made[6:]] == expected, "where its journal is, while that lives"
 
 
 def test_what_has_ended_is_forgotten(fleet):

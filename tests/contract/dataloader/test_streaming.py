@@ -69,9 +69,9 @@ class Rollout:
         self.running |= dict.fromkeys(uids, self.version)
         return count
 
-    def finish(self, uid, accuracies=(1.0, 0.0), version=None, seq_len=3, **beside):
-        """``version``: of the first token of its rows, or a list with that of each; ``beside``: what verl's manager
-        brings with the accuracy.
+    def finish(self, uid, accuracies=(1.0, 0.0), version=None, seq_len=3, stamp=None, **beside):
+        """``version``: of the first token of its rows, or a list with that of each; ``stamp``: our proxy's, where the
+        rows are its; ``beside``: what verl's manager brings with the accuracy.
         """
         version = self.running.pop(uid) if version is None else version
         self.running.pop(uid, None)
@@ -79,7 +79,10 @@ class Rollout:
         versions = version if isinstance(version, list) else [version] * self.n
         tags = [{"status": "success", "seq_len": seq_len, "min_global_steps": began} for began in versions]
         fields = [
-            {"extra_fields": {"reward_extra_info": {"acc": accuracy, **beside}}, "rm_scores": accuracy}
+            {
+                "extra_fields": {"reward_extra_info": {"acc": accuracy, **beside}, "seamless": stamp},
+                "rm_scores": accuracy,
+            }
             for accuracy in accuracies
         ]
         self.queue.kv_batch_put(keys, "train", tags, fields)
@@ -388,9 +391,25 @@ def test_an_older_first_token_than_was_reserved_ends_the_run(queue):
     rollout.sample(1)
     rollout.end_step()
     rollout.buffer.admit(2)
-    rollout.finish("u2", version=0)
+    rollout.finish("u2", version=0, stamp={"digest": ""})
     with pytest.raises(SeamlessError, match="started with version 0, was reserved for 1"):
         rollout.sample(1)
+
+
+@pytest.mark.parametrize("tagged", [0, 2])
+def test_what_an_agent_loop_of_the_users_own_calls_a_version_is_none_where_it_cannot_be_and_is_told_once(queue, tagged):
+    """It may tag its rows with the step, as verl's `SkipManager` does, or with 0."""
+    rollout, told = Rollout(queue, eta=1, batch_size=1), []
+    rollout.buffer.listen([], None, told.append)
+    rollout.step, rollout.version = 2, 1
+    rollout.buffer.start_at(1)
+    rollout.buffer.admit(2)
+    for uid in ("u0", "u1"):
+        rollout.finish(uid, version=tagged)
+    _, batch, metrics = rollout.sample(1)
+    assert (batch.keys, metrics["training/staleness/max"]) == (["u0_0_0", "u0_1_0"], 0)
+    (line,) = told
+    assert "min_global_steps" in line
 
 
 def test_surplus_groups_are_cleared_when_they_end(queue):
@@ -611,7 +630,7 @@ def test_a_reward_without_the_accuracy_key_is_refused_with_what_it_has(queue):
         ("1", {"score": 1.0}, "no finite number"),
         (float("nan"), {"score": 1.0}, "no finite number"),
         (3.0, {}, "plain number"),
-        (0.1, {"overlong": False, "overlong_reward": 0.0}, "plain number"),
+        (1.1, {"overlong": False, "overlong_reward": 0.0}, "plain number"),
     ],
 )
 def test_a_reward_whose_accuracy_is_none_is_refused(queue, accuracy, beside, words):
@@ -629,6 +648,20 @@ def test_a_score_that_is_only_ever_right_or_wrong_is_an_accuracy(queue):
     rollout.finish("u1", (np.bool_(True), np.float32(0.5)), score=0.7)
     rollout.finish("u2", (np.float64(1.0), np.int64(0)))
     assert len(rollout.sample(3)[0]) == 3
+
+
+def test_of_a_plain_number_below_one_it_is_told_once_that_only_one_counts_as_solved(queue):
+    """verl's own scores of programs are shares of their tests."""
+    rollout = Rollout(queue, eta=0, batch_size=2, dataset=DATASET, curriculum=RESAMPLING)
+    rollout.buffer.admit(1)
+    rollout.finish("u0", (1.0, 0.7))
+    rollout.finish("u1", (0.7, 0.1), overlong=False, overlong_reward=-0.3)
+    rollout.sample(2)
+    assert [line for line in rollout.said if "plain number" in line] == [
+        "curriculum: the reward is a plain number, of which only 1 counts as solved"
+    ]
+    (epoch,) = rollout.loader.curriculum.state()["epochs"]
+    assert dict(epoch["outcomes"]) == {0: "mixed", 1: "all_wrong"}
 
 
 def test_other_data_is_refused(queue):

@@ -86,14 +86,19 @@ def test_what_we_repeat_of_verl_is_still_there():
     assert start.rstrip().endswith("self.workers = worker_group.workers\n        await self.launch_servers()")
 
 
-def test_the_sweep_reaches_the_other_node_of_a_joined_cluster(two_nodes, alone_in_shared_memory, monkeypatch, tmp_path):
+def test_the_sweep_reaches_the_nodes_of_a_joined_cluster(two_nodes, alone_in_shared_memory, monkeypatch, tmp_path):
     """An engine that lost its server there, the shared memory of a killed rank, and nothing of anybody else's."""
     import ray
 
     from seamless_verl.machine import APART
     from seamless_verl.run.supervisor import RUN_ID
+    from seamless_verl.verl_adapter import far_sweep
     from seamless_verl.verl_adapter.far_sweep import sweep_nodes
 
+    asked, on = [], far_sweep.NodeAffinitySchedulingStrategy
+    monkeypatch.setattr(
+        far_sweep, "NodeAffinitySchedulingStrategy", lambda node, soft: asked.append(node) or on(node, soft=soft)
+    )
     run_id, since = uuid.uuid4().hex, time.time() - 1.0
     segment = Path("/dev/shm", f"nccl-{run_id[:6]}")
     segment.write_bytes(b"left")
@@ -106,10 +111,9 @@ def test_the_sweep_reaches_the_other_node_of_a_joined_cluster(two_nodes, alone_i
         for process in (engine, others):
             process.stdout.readline()
         assert sweep_nodes(run_id, since, str(tmp_path)) == {}
+        assert sorted(asked) == sorted(node["NodeID"] for node in ray.nodes()), "this one, too: it may hide processes"
         assert engine.wait(timeout=30) == -signal.SIGTERM
         assert others.poll() is None
         others.kill()
     assert not segment.exists()
     assert not journal.parent.exists()
-    monkeypatch.setattr(ray, "nodes", list)
-    assert sweep_nodes(run_id, since, "") == {}, "a cluster of one node has no others"

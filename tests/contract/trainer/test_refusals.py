@@ -54,7 +54,9 @@ def sampler(name):
 def test_a_sampler_of_ones_own_has_verls_warm_up_and_is_told_what_it_does_not_keep(caplog):
     eta = ["+seamless.staleness.eta=3", "+seamless.staleness.group_redundancy=1.5"]
     trainer = trainer_of("trainer.device=cpu", "actor_rollout_ref.rollout.name=vllm", *sampler("ReplayBuffer"), *eta)
-    assert trainer.config.trainer.v1.separate_async.num_warmup_batches == 1
+    modes = trainer.config.trainer.v1
+    assert modes.separate_async.num_warmup_batches == 1
+    assert trainer.replay_buffer.trainer_config == modes.separate_async  # as under verl's own mode
     (told,) = [line for line in caplog.messages if "custom_sampler" in line]
     assert told.startswith("seamless.staleness.eta: not kept")
 
@@ -112,7 +114,8 @@ def test_while_a_checkpoint_is_written_verl_has_a_whole_one_only_where_it_keeps_
 
 
 def test_prompts_that_the_limit_leaves_too_few_of_for_a_batch_are_refused(tmp_path):
-    """verl divides by the steps of an epoch, once all has been started and validated."""
+    """verl divides by the steps of an epoch, once all has been started and validated; with its filter off the limit
+    leaves all of them."""
     from seamless_verl.verl_adapter.trainer.trainer import SeamlessTrainer
     from tests.fakes import small_tokenizer
 
@@ -126,6 +129,11 @@ def test_prompts_that_the_limit_leaves_too_few_of_for_a_batch_are_refused(tmp_pa
     keys += ["data.filter_overlong_prompts_workers=1", "data.dataloader_num_workers=0"]
     trainer.config = composed("data.train_batch_size=3", *keys)
     with pytest.raises(ConfigError, match=r"train_batch_size=3: is more than the 2 prompts .*max_prompt_length=40"):
+        trainer._init_dataloader()
+    trainer.config = composed("data.train_batch_size=5", *keys, "data.filter_overlong_prompts=false")
+    with pytest.raises(
+        ConfigError, match=r"than the 4 prompts of data\.train_files.* Fix: write 4 or less, or give more"
+    ):
         trainer._init_dataloader()
     trainer.config = composed("data.train_batch_size=2", *keys)
     trainer._init_dataloader()

@@ -220,6 +220,20 @@ def test_a_cluster_of_the_runs_own_keeps_its_logs_where_the_supervisor_looks(
     assert told[0].get("_temp_dir") == folder
 
 
+def test_workers_of_a_cluster_that_was_there_are_given_what_the_user_set_for_them(monkeypatch):
+    import ray
+    from omegaconf import OmegaConf
+
+    from seamless_verl.verl_adapter import job
+
+    told = []
+    monkeypatch.setattr(ray, "init", lambda **settings: told.append(settings))
+    given = {"SEAMLESS_RUN_ID": "a-run", "SEAMLESS_TRANSFER_TIMEOUT_S": "300"}
+    monkeypatch.setattr(job.os, "environ", {**given, "RAY_ADDRESS": "10.0.0.1:6379", "TOKEN": "secret"})
+    job._start_ray(OmegaConf.create({"ray_kwargs": {}}), {"env_vars": {}})
+    assert told[0]["runtime_env"]["env_vars"] == {**given, "TRANSFER_QUEUE_ENABLE": "1"}
+
+
 def test_what_ends_the_run_with_its_clean_up_is_set_again_after_rays_own(monkeypatch):
     import ray
     from omegaconf import OmegaConf

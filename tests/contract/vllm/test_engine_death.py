@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,3 +95,17 @@ def test_an_engine_that_does_not_start_says_why(
     assert "Fix: " in said
     again = pickle.loads(pickle.dumps(EngineNotStarted(said)))
     assert str(again) == said, "it comes from another process"
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["own cluster", "joined"])
+def test_where_more_is_to_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_kept: bool) -> None:
+    """What Ray's processes write is copied into the run folder where the run has started Ray."""
+    monkeypatch.setattr(os.path, "realpath", lambda path: str(tmp_path / "worker-1.err") if "fd" in path else path)
+    monkeypatch.setattr(engine_death, "_tail", lambda descriptor: "")
+    if is_kept:
+        monkeypatch.setenv("SEAMLESS_RAY_DIR", str(tmp_path))
+    else:
+        monkeypatch.delenv("SEAMLESS_RAY_DIR", raising=False)
+    said = str(EngineNotStarted.because(ValueError(), replica=3))
+    place = "logs/worker-1.err" if is_kept else f"{tmp_path}/worker-1.err on {socket.gethostname()}"
+    assert said.endswith(f"more: {place}")

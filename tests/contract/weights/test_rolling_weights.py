@@ -108,6 +108,8 @@ class Replica:
             self.asked.set()
             return self.open
         answer = self.answers.pop(0)
+        if answer == "nothing newer":
+            return done(SimpleNamespace(before=self.version, version=self.version, seconds={}, running=1, waiting=0))
         return fails(answer) if isinstance(answer, BaseException) else done(self.pulled(at_least))
 
     def _wake(self, folder: str, version: int, keep: bool, router: Any, address: str, carrier: Any) -> Future[Any]:
@@ -118,7 +120,8 @@ class Replica:
         with self._news:
             before, self.version = self.version, version
             self._news.notify_all()
-        return SimpleNamespace(before=before, version=version, seconds={"load": 3.0}, running=1, waiting=0)
+        seconds = {"load": 300.0 if before is None else 3.0}
+        return SimpleNamespace(before=before, version=version, seconds=seconds, running=1, waiting=0)
 
     def has(self, version: int) -> bool:
         """Wait for it."""
@@ -200,15 +203,22 @@ def test_the_trainer_waits_for_nobody_who_serves(start: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize(("step_s", "told"), [(7.0, False), (4.0, True)])
-def test_replicas_that_cannot_keep_up_are_told_of_once(start: Callable[..., Any], step_s: float, told: bool) -> None:
-    replicas, said, now = [Replica(0), Replica(1)], [], [0.0]
-    weights, _ = start(*replicas, clock=lambda: now[0], say=said.append)
+def test_replicas_that_cannot_keep_up_are_told_of_once(
+    start: Callable[..., Any], fake_ray: FakeRay, step_s: float, told: bool
+) -> None:
+    from seamless_verl.verl_adapter.weights.weight_transfer import TransferBroken
+
+    lost, replicas, said, now = Replica(2), [Replica(0), Replica(1)], [], [0.0]
+    weights, _ = start(*replicas, lost, clock=lambda: now[0], say=said.append)
+    lost.answers += [failure("ReplicaBroken")] * 2
     for version in range(2, 5):
         now[0] += step_s
         for replica in replicas:
-            replica.answers.append("whole")
-        weights.update_weights(version)
+            replica.answers += ["nothing newer", "whole"]
+        with contextlib.suppress(TransferBroken):
+            weights.update_weights(version)
         assert all(replica.has(version) for replica in replicas)
+        assert fake_ray.has_killed.wait(20)
     story = "replicas take new weights more slowly than they come (2 × 3 s, steps of 4 s): seamless.weights.at_once=2"
     assert said == ([story] if told else [])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,7 +100,7 @@ def test_only_the_newest_is_there_and_a_reader_keeps_his(tmp_path: Path) -> None
     memory = weight_store.map_file(old.file)
     for version in range(2, 50):
         publish(tmp_path, version)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["49.json", "49.weights"]
+    assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["49.json", "49.weights"]
     assert dict(old.tensors_of(memory))["c"] == 1
     with pytest.raises(FileNotFoundError):
         old.check(None)
@@ -121,7 +123,7 @@ def test_nobody_sees_a_publication_that_broke_off(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="No space"):
         weight_store.publish(tmp_path, 2, broken())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "1.weights"]
+    assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["1.json", "1.weights"]
 
 
 @pytest.mark.parametrize("instant", ["in the bytes", "before the manifest", "in the manifest", "before the old goes"])
@@ -147,7 +149,7 @@ def test_killed_while_publishing(tmp_path: Path, instant: str) -> None:
     newest.check(None)
     newest.verify()
     publish(tmp_path, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3.json", "3.weights"]
+    assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["3.json", "3.weights"]
 
 
 def test_what_is_not_what_the_replica_has_is_refused(tmp_path: Path) -> None:
@@ -183,3 +185,23 @@ def test_a_manifest_is_plain_json(tmp_path: Path) -> None:
     publish(tmp_path, 1)
     told = json.loads((tmp_path / "1.json").read_text())
     assert [each["name"] for each in told["tensors"]] == ["a", "b", "c"]
+
+
+def test_a_store_that_a_killed_run_left_goes_and_one_that_a_run_holds_stays(tmp_path: Path) -> None:
+    name = "seamless-weights-"
+    held, left, bare, other = (tmp_path / each for each in (f"{name}held", f"{name}left", f"{name}bare", "other"))
+    for folder in (held, left, other):
+        publish(folder, 1)
+    bare.mkdir()
+    os.close(weight_store._holds.pop(left))  # as the kernel does of a killed process
+    publish(tmp_path / f"{name}mine", 1)
+    publish(tmp_path / f"{name}mine", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", held.name, f"{name}mine"]
+
+
+def test_a_store_that_was_removed_is_held_again(tmp_path: Path) -> None:
+    publish(tmp_path / "mine", 1)
+    weight_store.remove(tmp_path / "mine")
+    publish(tmp_path / "mine", 1)
+    with (tmp_path / "mine" / "held").open() as held, pytest.raises(BlockingIOError):
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -348,6 +348,21 @@ async def test_a_line_for_people_may_be_of_any_length(tmp_path: Path, monkeypatc
         await pool.close()
 
 
+async def test_a_worker_whose_interpreter_is_a_shared_library_elsewhere_starts(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under SLURM's modules: its libpython is found by LD_LIBRARY_PATH only."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$LD_LIBRARY_PATH" = /site/lib ] && exec {command[0]} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/site/lib")
+    pool = AgentPool((str(python), *command[1:]), processes=1)
+    try:
+        assert (await pool.run({"kind": "echo", "text": "hi"}, 30))["echo"] == "hi"
+    finally:
+        await pool.close()
+
+
 async def test_environment_is_not_passed_on_wholesale(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

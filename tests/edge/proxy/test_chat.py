@@ -233,6 +233,15 @@ async def test_an_agents_seed_makes_no_copies_of_one_answer_in_a_group() -> None
         assert len(set(seeds)) == 4
 
 
+async def test_an_openers_seed_makes_no_copies_of_one_answer_in_a_group() -> None:
+    async with serving(lambda prompt: "one") as proxy:
+        for index in (0, 1, 0):
+            handle = await proxy.open(group="task", index=index, sampling={"seed": 5})
+            assert (await proxy.post(handle, {"model": "m", "messages": HI})).status_code == 200
+        first, other, again = [request.sampling["seed"] for request in proxy.engine.requests]
+        assert first == again != other
+
+
 async def test_the_bytes_of_a_token_are_its_own_also_where_they_are_part_of_a_character() -> None:
     for streams in (False, True):
         async with serving(lambda prompt: "grü€n", streams=streams) as proxy, proxy.sdk(await proxy.open()) as sdk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -112,6 +113,46 @@ async def test_the_front_holds_no_more_bodies_than_allowed() -> None:
             first.cancel()
             await asyncio.wait({first})
             await _until_accepted(http, long)
+
+
+async def test_a_body_that_waits_for_its_shard_is_held_once() -> None:
+    body, waiting, num = b"x" * (4 << 20), list[asyncio.StreamWriter](), 3
+    arrived = asyncio.Semaphore(0)
+
+    async def slow_shard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert f"content-length: {len(body)}" in (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        for _ in range(len(body) >> 16):
+            await reader.readexactly(1 << 16)
+        arrived.release()
+        await reader.read()
+        writer.close()
+
+    slow = await asyncio.start_server(slow_shard, "127.0.0.1", 0)
+    book = AddressBook(addresses={0: f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"})
+    nobody: Any = None
+    front = Front(book=lambda: book, admin_key="", limits=Limits(), add_shard=nobody)
+    server = ProxyServer(make_front(front), drain_s=1.0)
+    port = httpx.URL(await server.start()).port
+    tracemalloc.start()
+    try:
+        for _ in range(num):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            waiting.append(writer)
+            writer.write(
+                f"POST /sessions/0-a/x HTTP/1.1\r\nhost: front\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            )
+            for start in range(0, len(body), 1 << 16):
+                writer.write(body[start : start + (1 << 16)])
+                await writer.drain()
+            await arrived.acquire()
+        assert tracemalloc.get_traced_memory()[0] < 1.3 * num * len(body)
+    finally:
+        tracemalloc.stop()
+        for writer in waiting:
+            writer.close()
+        await server.stop()
+        await front.close()
+        slow.close()
 
 
 async def _until_accepted(http: httpx.AsyncClient, body: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from seamless_verl.proxy.client import ProxyAdmin, ProxyRefused
 from seamless_verl.proxy.journal.sqlite_journal import SqliteJournal
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.handover import FolderSink
-from seamless_verl.proxy.session.sessions import SessionSpec
+from seamless_verl.proxy.session.sessions import Session, SessionSpec
 from seamless_verl.proxy.session.store import SessionStore
 from seamless_verl.proxy.text.parsing import TagParser
 from tests.fakes import serving
@@ -220,6 +220,32 @@ async def test_rows_that_could_not_be_written_outlive_the_time_of_their_session(
         assert (tmp_path / "rows" / f"{handle.id}.jsonl").exists()
         result = await proxy.admin.close_session(handle.id)
         assert (result.reward, len(result.rows)) == (1.0, 1)
+    await journal.close()
+
+
+async def test_rows_that_nobody_can_write_keep_no_session_from_being_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, sink, written = SqliteJournal(tmp_path / "journal.sqlite"), FolderSink(tmp_path), list[str]()
+
+    def write(session: Session, *_: object) -> None:
+        written.append(session.id)
+        raise ValueError("half a character")
+
+    monkeypatch.setattr(sink, "write", write)
+    admin = {"authorization": "Bearer admin-key"}
+    async with serving(limits=Limits(expired_grace_s=0.0), journal=journal, sink=sink) as proxy:
+        left = [(await proxy.open()).id for _ in range(3)]
+        for name in left:
+            assert (await proxy.http.post(f"/sessions/{name}/close", headers=admin)).status_code == 500
+            proxy.deps.sessions.by_id(name).deadline = 0.0
+        written.clear()
+        for _ in left:
+            await proxy.open()  # tries one of them, in turn
+        assert written == left
+        assert all(proxy.deps.sessions.by_id(name) for name in left)
+        await proxy.server._app.state.handover.resume()  # type: ignore[attr-defined]
+        assert written == left * 2
     await journal.close()
 
 

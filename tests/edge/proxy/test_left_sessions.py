@@ -90,6 +90,7 @@ class Dead:
 async def dead(tmp_path: Path) -> Dead:
     found, was = Dead(tmp_path / "worker_0"), tmp_path / "was"
     was.mkdir()
+    make_way(was / "journal.sqlite", "life 1", is_successor=False)
     async with _worker(was, _dead_says) as proxy:
         over = await proxy.open(**{**SPEC, "index": 1})
         await _asks(proxy, over, ["go", "on"])
@@ -115,7 +116,7 @@ async def dead(tmp_path: Path) -> Dead:
         await proxy.deps.journal.updated(left)  # written behind the part
         shutil.copytree(was, found.folder)  # what is on the disk at that moment
         asking.cancel()
-    make_way(found.folder / "journal.sqlite", is_successor=True)
+    make_way(found.folder / "journal.sqlite", "life 1", is_successor=True)
     return found
 
 
@@ -227,14 +228,16 @@ async def test_what_a_worker_itself_kept_is_not_given_to_its_later_sessions(dead
 
 
 async def test_a_successor_that_died_before_it_had_a_journal_leaves_what_its_own_predecessor_left(dead: Dead) -> None:
-    make_way(dead.folder / "journal.sqlite", is_successor=True)
+    make_way(dead.folder / "journal.sqlite", "life 1", is_successor=True)
     async with _worker(dead.folder) as proxy:
         await _asks(proxy, await proxy.open(**SPEC), ["do it"])
         assert _begun(proxy)[0][1] == "stop"
 
 
-async def test_a_run_that_is_started_again_is_given_nothing_of_its_earlier_life(dead: Dead) -> None:
-    make_way(dead.folder / "journal.sqlite", is_successor=False)
+@pytest.mark.parametrize("is_successor", [False, True])
+async def test_a_run_that_is_started_again_is_given_nothing_of_its_earlier_life(dead: Dead, is_successor: bool) -> None:
+    """Also by a successor of a worker that died before it had a proxy, where the earlier life's journal still is."""
+    make_way(dead.folder / "journal.sqlite", "life 2", is_successor=is_successor)
     async with _worker(dead.folder) as proxy:
         for index in (1, 2):
             await _asks(proxy, await proxy.open(**{**SPEC, "index": index}), ["do it"])
@@ -261,5 +264,5 @@ async def test_what_cannot_be_read_is_generated_again(dead: Dead, harm: str, cap
 
 
 def test_what_no_worker_left_is_no_trouble(tmp_path: Path) -> None:
-    make_way(tmp_path / "journal.sqlite", is_successor=True)
-    assert list(tmp_path.iterdir()) == []
+    make_way(tmp_path / "journal.sqlite", "life 1", is_successor=True)
+    assert not list(tmp_path.glob("*.sqlite*"))

@@ -39,9 +39,13 @@ class ScriptedLauncher:
         self.failures = 0
         self.error: Exception = ConfigError("--shards", 0, "did not start", "mend it")
         self.again = asyncio.Event()
+        self.hangs: asyncio.Event | None = None
 
     async def launch(self, shard: int, place: str | None, taken: Collection[str]) -> ScriptedShard:
         self.launched.append((shard, place))
+        if self.hangs is not None:
+            self.hangs.set()
+            await asyncio.Event().wait()
         if self.failures:
             self.failures -= 1
             raise self.error
@@ -146,6 +150,22 @@ async def test_pauses_between_starts_grow_and_a_stop_does_not_wait_for_them(
         await asyncio.sleep(0)
     assert caplog.records, "it waits to start the shard again"
     await asyncio.wait_for(shards.stop(), 30)
+
+
+@pytest.mark.parametrize("added", [False, True])
+async def test_a_stop_does_not_wait_for_a_shard_that_waits_for_vllm(tmp_path: Path, added: bool) -> None:
+    shards, launcher = _shards(tmp_path, 1)
+    await shards.start()
+    launcher.hangs = asyncio.Event()
+    adding = [asyncio.create_task(shards.add()) for _ in range(2 * added)]
+    if not added:
+        launcher.running[0].over.set()
+    await asyncio.wait_for(launcher.hangs.wait(), 30)
+    await asyncio.wait_for(shards.stop(), 30)
+    for each in adding:
+        with pytest.raises(ConfigError, match="the front ends"):
+            await asyncio.wait_for(each, 30)
+    assert len(launcher.launched) == 2
 
 
 async def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_shard_that_it_does_not_name(

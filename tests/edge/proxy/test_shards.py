@@ -199,6 +199,50 @@ async def test_shards_are_paused_together(proxy: Standalone) -> None:
         await admin.close()
 
 
+async def test_a_shard_that_waits_for_vllm_is_not_paused_when_the_others_were_resumed_meanwhile(
+    mock: Mock,  # noqa: F811
+    proxy: Standalone,
+) -> None:
+    async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60, headers=ADMIN) as http:
+        urls = (await http.get("/shards")).json()["shards"]
+        for url in urls.values():
+            assert (await http.post(f"{url}/pause", json={})).json()["quiet"]
+        mock.latency_s = 100.0  # vLLM is paused, too
+        _kill_shard(proxy, "1")
+        while "is it paused, too" not in proxy.log.read_text():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
+        assert (await http.post(f"{urls['0']}/resume", json={"version": 3})).status_code == 204
+        mock.latency_s = 0.0
+        while (await http.get("/healthz")).status_code != 200:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
+    back = ProxyAdmin(urls["1"], KEY)
+    handle = await back.open_session(SessionSpec())
+    assert (await chat(handle.base_url.removesuffix("/v1"), handle.api_key, HI)).status_code == 200
+    (row,) = (await back.close_session(handle.id)).rows
+    assert [span.version for span in row.version_spans] == [3]
+    await back.close()
+
+
+async def test_a_front_ends_while_its_shards_wait_for_vllm(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
+    proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")
+    proxy.record.mkdir()
+    (proxy.record / "paused").touch()
+    proxy.log.touch()
+    mock.latency_s = 100.0
+    starting = asyncio.create_task(asyncio.to_thread(proxy.start))
+    while proxy.log.read_text().count("is it paused, too") < 2:
+        assert not starting.done(), proxy.log.read_text()
+        await asyncio.sleep(0.1)
+    assert proxy.process is not None
+    children = psutil.Process(proxy.process.pid).children()
+    proxy.process.terminate()
+    with pytest.raises(AssertionError):  # it never said that it takes requests
+        await starting
+    await asyncio.to_thread(proxy.process.communicate, timeout=60)
+    assert proxy.process.returncode == 0
+    assert (await asyncio.to_thread(psutil.wait_procs, children, timeout=30))[1] == []
+
+
 async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them(mock: Mock, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "sitecustomize.py").write_text(TALK.format(folder=tmp_path))
     proxy = Standalone(tmp_path, await mock.start(), mock.folder, "--shards", "2")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import resource
+import shutil
 import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.traffic import model_folder
+from seamless_verl.errors import ConfigError
 from seamless_verl.proxy.client import ProxyRefused
+from seamless_verl.proxy.deploy import standalone
+from seamless_verl.proxy.deploy.standalone import StandaloneConfig, _sink
 from seamless_verl.proxy.limits import Limits
 from seamless_verl.proxy.session.sessions import SessionSpec
 from seamless_verl.proxy.text.tokenizer import FolderTokenizer
@@ -74,6 +80,14 @@ async def test_it_records_a_session_to_the_folder_and_forgets_it(mock: Mock, tmp
     assert database.execute("SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM turns)").fetchone() == (0, 0)
     database.close()
     assert handle.api_key not in proxy.log.read_text()
+
+
+def test_rows_as_parquet_are_refused_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+    nobody: dict[str, Any] = {"engine": "", "model": "", "tokenizer": "", "host": "", "port": 0, "admin_key": ""}
+    with pytest.raises(ConfigError, match="--rows=parquet: needs pyarrow"):
+        _sink(StandaloneConfig(record=tmp_path, parquet=True, **nobody))
 
 
 async def test_rows_as_parquet(mock: Mock, tmp_path: Path) -> None:
@@ -270,6 +284,11 @@ async def test_open_sessions_are_not_continued_with_the_ids_of_another_tokenizer
     other = save_tokenizer(tmp_path / "other", small_tokenizer(CHATML))
     options = [*proxy.command[proxy.command.index("proxy") + 1 :], "--tokenizer", str(other)]
     assert "holds 1 open sessions of another tokenizer" in await asyncio.to_thread(refused, tmp_path, *options)
+    again = shutil.copytree(mock.folder, tmp_path / "again")  # as save_pretrained leaves it after a call that truncates
+    tokenizer = FolderTokenizer(again).backend_tokenizer
+    tokenizer.enable_truncation(8)
+    tokenizer.save(str(again / "tokenizer.json"))
+    proxy.command += ["--tokenizer", str(again)]
     await asyncio.to_thread(proxy.start)
     await admin.close_session(handle.id)
     assert proxy.stop() == 0
@@ -282,6 +301,15 @@ async def test_two_processes_do_not_share_a_folder(mock: Mock, tmp_path: Path) -
     options[options.index("--port") + 1] = "0"
     assert "another process records there" in await asyncio.to_thread(refused, tmp_path, *options)
     proxy.stop()
+
+
+def test_a_disk_without_locks_is_told_from_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match="cannot be locked: .*No locks available.*this node's own disk"):
+        standalone._lock(tmp_path)
 
 
 async def test_bad_options_are_named(mock: Mock, tmp_path: Path) -> None:

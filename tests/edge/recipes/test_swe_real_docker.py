@@ -23,14 +23,15 @@ from typing import Any
 import psutil
 import pytest
 
-from seamless_verl.agents.contract import AgentJob
+from seamless_verl.agents.contract import AgentJob, AgentStatus
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.recipes.swe.real import child
 from seamless_verl.recipes.swe.real import runner as runner_module
 from seamless_verl.recipes.swe.real.child import ChildError
 from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 from seamless_verl.recipes.swe.real.runner import MiniSweRunner
-from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, SandboxError
+from seamless_verl.recipes.swe.real.sandbox import CONTAINER_LABEL, Sandbox, SandboxError
+from seamless_verl.recipes.swe.real.settings import SandboxSettings
 from seamless_verl.recipes.swe.real.task import SweTask
 from tests.edge.recipes.test_swe_real_support import (
     SUBMIT_PATCH,
@@ -71,6 +72,8 @@ def end(name):
 
 if sys.argv[1:3] == ["ps", "--all"] and (STATE / "hung").exists():
     signal.pause()
+if sys.argv[1] == "inspect" and (STATE / "stuck").exists():
+    signal.pause()
 if (STATE / "down").exists():
     sys.exit("Cannot connect to the daemon")
 if sys.argv[1] == "run":
@@ -87,10 +90,12 @@ if sys.argv[1] == "run":
     (STATE / (option("--name") + ".label")).write_text(option("--label"))
     sys.exit(running.wait())
 if sys.argv[1] == "kill":
-    end(args[0])
+    sys.exit("tried to kill container, and it runs on") if (STATE / "busy").exists() else end(args[0])
 if sys.argv[1] == "rm":
     for name in args[2:]:
         end(name)
+        if (STATE / "busy").exists():
+            sys.exit("removal of container " + name + " is already in progress")
 if sys.argv[1] == "ps" and "--filter" in args:
     for path in STATE.glob("*.label"):
         if "label=" + path.read_text() == option("--filter"):
@@ -131,6 +136,11 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def containers(docker: Path) -> list[str]:
     return [path.stem for path in docker.glob("*.label")]
+
+
+def end_the_only_container(docker: Path) -> None:
+    (container,) = docker.glob("*.pid")
+    os.killpg(int(container.read_text()), signal.SIGKILL)
 
 
 def task(tmp_path: Path, server: ModelServer) -> AgentJob:
@@ -182,13 +192,51 @@ async def test_a_killed_harness_leaves_no_container(serve: Serve, docker: Path, 
     assert "rm --force --volumes" in (docker / "calls").read_text()
 
 
-async def test_a_container_that_does_not_come_up_is_no_reward(
+async def test_an_agent_that_ends_its_container_is_graded(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    server = serve(["sleep 60"])
+    swe = runner()
+    attempt = asyncio.ensure_future(swe.run(task(tmp_path, server)))
+    await first_request(server)
+    end_the_only_container(docker)
+
+    report = await attempt
+    await swe.close()
+
+    assert (report.status, report.reward) == (AgentStatus.FAILED, 0.0)
+    assert report.detail.startswith("the agent ended its sandbox: "), report.detail
+
+
+async def test_tests_that_end_their_container_have_not_passed(serve: Serve, docker: Path, tmp_path: Path) -> None:
+    # The agent's container is gone: the only one with a label is that of the grade.
+    ends = f"cd {docker}; label=$(echo *.label); kill -9 -$(cat ${{label%.label}}.pid)"
+    job = task(tmp_path, serve(SUBMIT_PATCH))
+    swe = runner()
+
+    report = await swe.run(dataclasses.replace(job, task={**job.task, "test_command": ends}))
+    await swe.close()
+
+    assert report.reward == 0.0
+    assert "the tests ended their sandbox: " in report.detail, report.detail
+
+
+async def test_a_container_that_cannot_be_killed_and_is_being_removed_goes_and_costs_no_result(
+    serve: Serve, docker: Path, tmp_path: Path
+) -> None:
+    (docker / "busy").touch()
+    swe = runner()
+    report = await swe.run(task(tmp_path, serve(SUBMIT_PATCH)))
+    await swe.close()
+    assert report.reward == 1.0, report.detail
+    assert not containers(docker)
+
+
+async def test_an_image_that_does_not_come_in_time_is_no_reward(
     serve: Serve, docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (child, runner_module):  # else the process itself tells the time before swe-rex blocks its loop
+    for module in (child, runner_module):  # what swe-rex asks Docker for blocks the loop of the process
         monkeypatch.setattr(module, "GRACE_S", 0.5)
-    (docker / "asleep").touch()
-    swe = runner(options={"startup_timeout": 0.5})
+    (docker / "stuck").touch()
+    swe = runner()
     job = dataclasses.replace(task(tmp_path, serve(["ls"])), deadline_s=68.0)
 
     with pytest.raises(SandboxError, match=r"the sandbox of .*\.harness was not ready within 8 s"):
@@ -197,18 +245,33 @@ async def test_a_container_that_does_not_come_up_is_no_reward(
         await swe._grade(SweTask.from_mapping(job.task), "", secrets.token_hex(8), 8.0)
 
     await swe.close()
-    assert "run " in (docker / "calls").read_text()
+    assert "inspect calc:1" in (docker / "calls").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # swe-rex leaves its client's pipes open
+async def test_a_container_that_does_not_answer_is_given_up_and_another_one_tried(docker: Path, tmp_path: Path) -> None:
+    make_repository(tmp_path / "origin")
+    (docker / "asleep").touch()
+    settings = SandboxSettings(start_attempts=2, options={"startup_timeout": 0.5})
+    with pytest.raises(SandboxError, match="did not start: TimeoutError: Runtime did not start within 0.5s"):
+        await Sandbox(settings, image="calc:1", token="t").start()
+    calls = (docker / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["inspect", "run", "kill"] * 2
 
 
 async def test_a_daemon_that_hangs_does_not_hang_the_attempt(
-    docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    docker: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child, "CLIENT_S", 0.5)
     (docker / "hung").touch()
     gone = child.Child(module="no.such.module", token="t", request=b"", timeout_s=60, container_runtime="docker")
 
-    with pytest.raises(ChildError, match=r"docker ps did not answer within 0\.5 s, containers may be left"):
+    # Why the attempt failed is told all the same.
+    with pytest.raises(ChildError, match=r"ended with 1 and no result: .*No module named"):
         await child.run_child(gone)
+    assert "docker ps did not answer within 0.5 s, containers may be left" in caplog.text
+    with pytest.raises(ChildError, match=r"docker ps did not answer within 0\.5 s, containers may be left"):
+        await child.remove_containers("docker", "t")
 
 
 RUNNER = """
@@ -251,9 +314,16 @@ def test_a_daemon_that_is_down_is_told_at_the_start(docker: Path) -> None:
         runner()
 
 
-def test_an_option_that_swe_rex_does_not_know() -> None:
-    from seamless_verl.recipes.swe.real.sandbox import build_deployment
-    from seamless_verl.recipes.swe.real.settings import SandboxSettings
-
-    with pytest.raises(ConfigError, match="is refused by swe-rex"):
-        build_deployment(SandboxSettings(options={"dokker_args": []}), image="a", token="t")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sandbox": {"options": {"dokker_args": []}}}, "sandbox.options=.*is refused by swe-rex"),
+        ({"harness_config": "mini2"}, "harness_config=mini2: is no file here and no configuration of mini-swe-agent's"),
+    ],
+)
+def test_what_swe_rex_or_mini_swe_agent_does_not_know_is_refused_at_the_start(
+    docker: Path, options: dict[str, Any], message: str
+) -> None:
+    MiniSweRunner.check_machine({"harness_config": "mini", "sandbox": {"options": {"docker_args": ["--rm"]}}})
+    with pytest.raises(ConfigError, match=message):
+        MiniSweRunner.check_machine(options)

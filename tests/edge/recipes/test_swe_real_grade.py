@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from seamless_verl.recipes.swe.real import grade, workspace
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
+from seamless_verl.recipes.swe.real.records import Defaults, parse_record
 from seamless_verl.recipes.swe.real.results import Outcome
 from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
@@ -110,6 +112,29 @@ async def test_every_pytest_run_of_a_command_counts(sandbox: ShellSandbox) -> No
     # Without a list every test that is mentioned counts, so what tests print must not.
     _, outcomes = await grade.run_tests(sandbox, SweTask(view=view, test_command=command), limit_s=60)
     assert outcomes == {"test_b.test_b": Outcome.PASSED}
+
+
+@pytest.mark.parametrize(
+    ("lost", "ran"), [("", {"test_a.test_a"}), ("test_a.py::gone", {"test_a.test_a", "test_a.test_b"})]
+)
+async def test_only_the_listed_tests_run_and_their_files_where_pytest_does_not_know_one(
+    sandbox: ShellSandbox, lost: str, ran: set[str]
+) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist not installed; it is in requirements-dev.lock")
+    sandbox.cwd = sandbox.scratch
+    folder = Path(sandbox.cwd)
+    (folder / "test_a.py").write_text("def test_a(): pass\ndef test_b(): assert 0\n")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -nauto\n")
+    names = ["test_a.py::test_a", *filter(None, [lost])]
+    record = {"instance_id": "i", "repo": "r", "base_commit": "c", "problem_statement": "p", "FAIL_TO_PASS": names}
+    task = parse_record(record, Defaults())
+    task = dataclasses.replace(task, test_command=task.test_command.replace("python -m", f"{sys.executable} -m"))
+
+    result, outcomes = await grade.run_tests(sandbox, task, limit_s=60)
+
+    assert outcomes.keys() == ran, result.output
+    assert result.exit_code == int(bool(lost))
+    assert "bringing up nodes" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus
+from seamless_verl.proxy.calls import ApiError, bad_request
 from seamless_verl.proxy.dialects.chat import parse_chat
 from seamless_verl.recipes.swe.real.runner import MiniSweRunner
 from seamless_verl.recipes.swe.real.sandbox import SandboxError
@@ -120,7 +121,13 @@ async def test_a_submitted_repair_is_graded_with_one(serve: Serve, repository: R
     assert KEY not in only_trajectory(tmp_path)
 
 
-async def test_text_actions_share_and_an_unfinished_attempt(serve: Serve, repository: Repository) -> None:
+async def test_text_actions_share_and_an_unfinished_attempt(
+    serve: Serve, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the model is reached past it
+    for name in ("http_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "example.org")
     server = serve(["ls", "echo '# looked' >> calc.py"], text=True)
 
     job = dataclasses.replace(job_of(repository, server), model="/srv/models/Qwen3-8B")
@@ -195,6 +202,30 @@ async def test_a_model_that_cannot_be_reached_fails_the_agent_and_not_the_runner
     assert report.status is AgentStatus.FAILED
     assert report.reward == pytest.approx(1 / 3)
     assert "Connection error" in report.detail
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        bad_request(
+            "This model's maximum context length is 9 tokens, and the prompt has 9 (prompt is too long: 9 tokens > 9 "
+            "maximum).",
+            param="messages",
+            code="context_length_exceeded",
+        ),
+        ApiError(429, "turn_budget_exhausted", "Session s1 has used its 50 turns."),
+        ApiError(429, "token_budget_exhausted", "Session s1 has used its 24576 tokens."),
+    ],
+    ids=["context", "turns", "tokens"],
+)
+async def test_an_agent_that_has_spent_what_it_was_given_has_not_failed(
+    serve: Serve, repository: Repository, refusal: ApiError
+) -> None:
+    server = serve([FIX, refusal])
+
+    report = await attempt(job_of(repository, server))
+
+    assert (report.status, report.reward) == (AgentStatus.FINISHED, 1.0), report.detail
 
 
 async def test_background_processes_of_the_agent_are_ended(serve: Serve, repository: Repository) -> None:

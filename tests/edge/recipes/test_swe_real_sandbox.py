@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -70,11 +72,22 @@ async def test_a_command_that_hangs_is_stopped_with_what_it_printed(sandbox: San
     assert time.monotonic() - started < 20
 
 
-async def test_output_without_end_is_cut(sandbox: Sandbox) -> None:
-    result = await sandbox.run("yes", timeout_s=20)
+async def test_a_limit_of_the_commands_own_is_not_ours(sandbox: Sandbox) -> None:
+    own = await sandbox.run("timeout 0.1 sleep 60", timeout_s=60)
+    long = await sandbox.run_long("timeout 0.1 sleep 60", timeout_s=60)
+    killed = await sandbox.run("trap '' TERM; while true; do sleep 1; done", timeout_s=1)
 
-    assert len(result.output) == 1000
-    assert not result.timed_out
+    assert (own.exit_code, own.timed_out) == (124, False)
+    assert (long.exit_code, long.timed_out) == (124, False)
+    assert killed.timed_out
+
+
+async def test_output_is_cut_and_what_prints_it_runs_to_its_end(sandbox: Sandbox, tmp_path: Path) -> None:
+    result = await sandbox.run(f"seq 300000; echo x > {tmp_path}/done", timeout_s=200)
+
+    assert (len(result.output), result.exit_code, result.timed_out) == (1000, 0, False)
+    assert exists(f"{tmp_path}/done")
+    assert len((await sandbox.run("yes", timeout_s=1)).output) == 1000
 
 
 async def test_quotes_exit_codes_and_variables_arrive(sandbox: Sandbox) -> None:
@@ -83,12 +96,39 @@ async def test_quotes_exit_codes_and_variables_arrive(sandbox: Sandbox) -> None:
     assert (result.exit_code, result.output) == (7, "it's cat\n")
 
 
+async def test_a_command_that_cannot_be_started_is_a_result(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = AsyncMock(side_effect=BlockingIOError("[Errno 11] Resource temporarily unavailable"))
+    with monkeypatch.context() as no_process_is_free:
+        no_process_is_free.setattr(sandbox._deployment.runtime, "execute", full)
+        result = await sandbox.run("true", timeout_s=20)
+    assert result.exit_code == 126
+    assert "BlockingIOError: [Errno 11]" in result.output
+    assert (await sandbox.run(f"true {'x' * 200_000}", timeout_s=20)).exit_code == 126
+    sandbox.cwd = str(tmp_path / "gone")
+    assert (await sandbox.run("true", timeout_s=20)).exit_code == 126
+    sandbox.cwd = "/"
+
+
 async def test_long_commands_are_polled_and_limited(sandbox: Sandbox) -> None:
     ended = await sandbox.run_long("sleep 0.5; echo 'a b'; exit 3", timeout_s=20)
     hung = await sandbox.run_long("echo begun; sleep 60", timeout_s=1)
 
     assert (ended.exit_code, ended.output, ended.timed_out) == (3, "a b\n", False)
     assert (hung.exit_code, hung.output, hung.timed_out) == (124, "begun\n", True)
+
+
+async def test_what_a_start_up_file_of_bash_prints_is_no_output(tmp_path: Path) -> None:
+    (tmp_path / "bashrc").write_text("echo 5; echo welcome >&2\n")
+    settings = dataclasses.replace(SETTINGS, env={"BASH_ENV": str(tmp_path / "bashrc")})
+    box = Sandbox(settings, image="", token=f"test-{time.time_ns()}")
+    await box.start()
+    try:
+        assert (await box.run("printf a", timeout_s=20)).output == "a"
+        assert (await box.run_long("exit 3", timeout_s=20)).exit_code == 3
+    finally:
+        assert await box.stop() == ""
 
 
 async def test_a_failing_check_shows_the_output(sandbox: Sandbox) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +21,7 @@ from unittest import mock
 import psutil
 
 from seamless_verl.agents.contract import AgentJob
+from seamless_verl.proxy.calls import ApiError
 from seamless_verl.recipes.swe.real.protocol import TOKEN_VARIABLE
 
 _NUMBERS = itertools.count()
@@ -55,11 +56,11 @@ TEST_PATCH = "\n".join(
 
 
 class ModelServer(ThreadingHTTPServer):
-    """Answers chat completions with one scripted bash command after the other, and keeps the requests."""
+    """Answers chat completions with one scripted bash command (or refusal) after the other, and keeps the requests."""
 
     daemon_threads = True
 
-    def __init__(self, commands: list[str], *, text: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(self, commands: Sequence[str | ApiError], *, text: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.commands = commands
         self.text = text
@@ -84,6 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.set()
         time.sleep(self.server.wait_s)
         command = self.server.commands[min(turn, len(self.server.commands) - 1)]
+        if isinstance(command, ApiError):
+            self._answer(command.status, command.body(self.path), command.headers())
+            return
         message: dict[str, Any] = {"role": "assistant", "content": "THOUGHT: next."}
         if self.server.text:
             message["content"] = f"THOUGHT: next.\n\n```mswea_bash_command\n{command}\n```"
@@ -93,10 +97,14 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "message": message, "finish_reason": "stop" if self.server.text else "tool_calls"}
         answer = {"id": f"c{turn}", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
         answer["usage"] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        self._answer(200, answer, {})
+
+    def _answer(self, status: int, answer: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         data = json.dumps(answer).encode()
         try:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
+            self.send_response(status)
+            for name, value in {**headers, "Content-Type": "application/json"}.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -108,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def model_server(commands: list[str], **kwargs: Any) -> Iterator[ModelServer]:
+def model_server(commands: Sequence[str | ApiError], **kwargs: Any) -> Iterator[ModelServer]:
     """A `ModelServer` in a thread."""
     server = ModelServer(commands, **kwargs)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)

@@ -157,6 +157,7 @@ async def test_what_is_under_way_is_shown_however_many_groups_wait(
         line = (await get(http, f"{at}/steps"))["steps"][-1]
     assert "under way" in {group["group"] for group in told["groups"]}
     assert (told["of"], told["in_all"], line["groups"]) == (4, 10, 10)
+    assert (line["counted"], line["attempts"]) == (4, 4), "the line says of how many groups its figures are"
 
 
 async def test_of_a_session_under_way_no_turn_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,14 @@ def test_the_step_line_shows_what_matters():
     assert "AUDIT" not in line
 
 
+def test_what_people_write_is_told_as_they_wrote_it_and_what_moves_a_terminals_cursor_is_not():
+    stream = io.StringIO()
+    said = "日\u3000本 50\u00a0% 👩\u200d💻 e\u0301\tnew: \U0001faea"
+    Reporter(None, stream).say(said)
+    Reporter(None, stream).say("\x1b[2J\r\x9b1m\u202etxt\u2028\ud83d")
+    assert stream.getvalue() == said + "\n" + r"\x1b[2J\r\x9b1m\u202etxt\u2028\ud83d" + "\n"
+
+
 def test_a_curriculum_is_on_the_step_line_in_a_file_and_in_the_summary(tmp_path):
     stream = io.StringIO()
     reporter = Reporter(tmp_path, stream)

@@ -49,7 +49,10 @@ def test_a_swe_bench_record_becomes_a_task() -> None:
     task = parse_record(record(), Defaults(image_template="swe-bench"))
 
     assert task.expected == ("tests/test_a.py::test_x", "tests/test_b.py::test_y[a b]", "tests/test_a.py::test_z")
-    assert task.test_command == "python -m pytest -q tests/test_a.py tests/test_b.py"
+    ids = "tests/test_a.py::test_x 'tests/test_b.py::test_y[a b]' tests/test_a.py::test_z"
+    files = "python -m pytest -q tests/test_a.py tests/test_b.py"
+    run = f"python -m pytest -q {ids}; code=$?; if [ $code = 4 ]; then {files}; else (exit $code); fi"
+    assert task.test_command == run
     assert task.view.image == "swebench/sweb.eval.x86_64.owner_1776_name-1:latest"
     assert SweTask.from_mapping(json.loads(task.to_json())) == task
 
@@ -75,6 +78,13 @@ def test_neither_solution_nor_tests_are_in_what_the_agent_sees() -> None:
         ({}, Defaults(test_commands={"owner/name": "a", "owner/name@1.0": "b"}, test_command="c"), "b"),
         ({}, Defaults(test_commands={"owner/name": "a"}, test_command="c"), "a"),
         ({}, Defaults(test_command="c"), "c"),
+        ({"FAIL_TO_PASS": ["a.py::x[b", "a.py::y"], "PASS_TO_PASS": []}, Defaults(), "python -m pytest -q a.py"),
+        (
+            {"FAIL_TO_PASS": ["a.py::x[b", "b.py::y"], "PASS_TO_PASS": ["a.py::z"]},
+            Defaults(test_command="make {test_ids} # {test_files}"),
+            "make a.py b.py::y # a.py b.py",
+        ),
+        ({"FAIL_TO_PASS": [f"a.py::x{'x' * 500_000}"], "PASS_TO_PASS": []}, Defaults(), "python -m pytest -q a.py"),
     ],
 )
 def test_where_the_test_command_comes_from(more: dict[str, Any], defaults: Defaults, command: str) -> None:
@@ -111,6 +121,7 @@ def test_commands_are_given_the_files_of_the_ids_else_of_the_test_patch(repo: st
     ("more", "message"),
     [
         ({"test_cmd": "x {test_files}", "FAIL_TO_PASS": ["x"]}, "{test_files}, and neither the tests' ids nor"),
+        ({"test_cmd": "x {test_ids}", "FAIL_TO_PASS": ["x"]}, "{test_ids}, and the names of the tests are no pytest"),
         (
             {"FAIL_TO_PASS": None, "PASS_TO_PASS": None},
             "test_command: is missing.*no FAIL_TO_PASS either",
@@ -119,6 +130,7 @@ def test_commands_are_given_the_files_of_the_ids_else_of_the_test_patch(repo: st
             {"FAIL_TO_PASS": ["test_x (app.Case)"]},
             "test_command: is missing, and FAIL_TO_PASS holds no",
         ),
+        ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS: is empty beside PASS_TO_PASS"),
         ({"FAIL_TO_PASS": "[not json"}, "FAIL_TO_PASS: is a string that is not JSON"),
         ({"FAIL_TO_PASS": [1]}, "FAIL_TO_PASS: must be a list of test names"),
         ({"repo": None}, "repo: is missing or empty"),
@@ -181,10 +193,17 @@ def test_the_columns_that_verl_reads(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "300" not in capsys.readouterr().out.split("train")[0]
 
 
+def test_each_image_is_named_once(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *(record(n, image=f"image-{n % 2}") for n in range(5)))
+    assert main(["--input", str(source), "--output", str(tmp_path), "--val-share", "0"]) == 0
+    assert (tmp_path / "images.txt").read_text() == "image-0\nimage-1\n"
+
+
 def test_the_same_input_gives_the_same_files(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *(record(n) for n in range(60)))
     for name in ("one", "two"):
         assert main(["--input", str(source), "--output", str(tmp_path / name), "--val-share", "0.2"]) == 0
+    assert not (tmp_path / "one/images.txt").exists()
     for name in ("train.parquet", "val.parquet", "manifest.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -269,9 +288,11 @@ def test_tasks_whose_tests_the_agent_could_rewrite_are_told(tmp_path: Path, caps
     assert main(["--input", str(source), "--check", "--val-share", "0"]) == 0
     errors = capsys.readouterr().err
     assert "2 tasks (owner__name-2, owner__name-4): test_patch: is missing and no test's name holds a file" in errors
+    assert "1 tasks (owner__name-4): FAIL_TO_PASS: is missing" in errors
+    assert "4 tasks (owner__name-1, owner__name-2, owner__name-3): image: is missing" in errors
 
-    assert main(["--input", str(write(source, record(1))), "--check", "--val-share", "0"]) == 0
-    assert "test_patch" not in capsys.readouterr().err
+    assert main(["--input", str(write(source, record(1, image="a"))), "--check", "--val-share", "0"]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +41,23 @@ TASK = SweTask(view=VIEW, test_command="pytest", fail_to_pass=("t.py::x",), test
         ({"grade_timeout_s": 0}, "grade_timeout_s=0"),
         ({"max_concurrent": True}, "max_concurrent=True"),
         ({"step_limit": -1}, "step_limit=-1"),
+        ({"protected_paths": "conftest.py"}, r"protected_paths=conftest.py.*write \[conftest.py\]"),
+        ({"forward_env": "A"}, r"forward_env=A.*write \[A\]"),
+        ({"sandbox": {"options": {"docker_args": "--rm"}}}, r"sandbox.options.docker_args=--rm.*write \[--rm\]"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RunnerSettings.from_mapping(options)
+
+
+def test_a_harness_configuration_is_found_from_the_folder_of_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert RunnerSettings.from_mapping({"harness_config": "mine.yaml"}).config_name == str(tmp_path / "mine.yaml")
+    assert RunnerSettings.from_mapping({"harness_config": "default"}).config_name == "default"
 
 
 def test_requests_survive_the_way_to_their_process() -> None:

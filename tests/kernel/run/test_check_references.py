@@ -339,6 +339,16 @@ def test_a_reward_under_the_key_of_an_older_verl_is_refused_with_the_newer_one(s
     assert "Fix: write reward.reward_manager.name=dapo" in told
 
 
+def test_the_key_of_an_older_verl_beside_the_newer_one_is_nothing_to_tell():
+    """A launch script that serves both."""
+    function = {"path": "mine.py", "name": "compute_score"}
+    both = {"custom_reward_function": function, "reward": {"custom_reward_function": function}}
+    assert not check_estimator({**config(), **both}, SeamlessConfig())
+    both["reward"] = {"custom_reward_function": {**function, "path": "other.py"}}
+    with pytest.raises(ConfigError, match=r"path=mine\.py: "):
+        check_estimator({**config(), **both}, SeamlessConfig())
+
+
 @pytest.mark.parametrize("estimator", ["rloo_vectorized", "grpo_passk"])
 def test_an_estimator_that_compares_rollouts_is_refused_with_one_per_prompt(estimator):
     changed = config(algorithm__adv_estimator=estimator, actor_rollout_ref__rollout__n=1)

@@ -12,7 +12,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from seamless_verl.errors import ConfigError
-from seamless_verl.machine import identity
+from seamless_verl.machine import identity, is_alive
 from seamless_verl.run import compose
 
 RUNS = Path("/somewhere/runs")
@@ -149,14 +149,29 @@ def test_a_run_on_another_machine_is_alive_while_its_supervisor_touches_its_file
     assert not compose.run_is_alive(tmp_path)
 
 
-def test_a_run_is_alive_whatever_happens_to_the_clock_and_dead_after_a_reboot(tmp_path, monkeypatch):
-    mine = identity(os.getpid())
-    (tmp_path / "pid").write_text(mine)
+def test_a_run_is_alive_whatever_happens_to_the_clock(tmp_path, monkeypatch):
+    (tmp_path / "pid").write_text(identity(os.getpid()))
     monkeypatch.setattr("psutil.boot_time", lambda: 0.0)
     assert compose.run_is_alive(tmp_path)
-    number, ticks, _, host = mine.split()
-    (tmp_path / "pid").write_text(f"{number} {ticks} another-boot {host}")
-    assert not compose.run_is_alive(tmp_path)
+
+
+@pytest.mark.parametrize("part", [2, 3])
+def test_an_owner_of_another_boot_or_container_is_another_machines_under_the_same_name(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(compose, "_LOOK_S", 0.01)
+    words, said = identity(os.getpid()).split(), []
+    words[part] = "pid:[7]"
+    owner = tmp_path / "pid"
+    owner.write_text(" ".join(words))
+    assert is_alive(owner.read_text()) is None
+
+    def quiet(line):
+        said.append(line)
+        os.utime(owner, (1, 1))
+
+    with compose.claimed(tmp_path, quiet):
+        assert "waiting for 300 s of silence" in said[0]
+        owner.write_text("7 123 a-boot pid:[7] another-host")  # took it over, since we gave no sign of life
+    assert owner.exists()
 
 
 @pytest.mark.parametrize(
@@ -246,17 +261,27 @@ def test_other_refusals_keep_their_own_words():
 def test_paths_are_those_of_the_commands_folder_wherever_actors_open_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
+    (tmp_path / "mine.py").touch()
+    mine = "rollout.multi_turn.tool_config_path", "rollout.multi_turn.function_tool_path", "model.lora_adapter_path"
+    mine = [f"actor_rollout_ref.{name}" for name in (*mine, "rollout.agent.agent_loop_config_path")]
+    mine += ["reward.reward_manager.module.path", "reward.custom_reward_function.path"]
     written = {"default_local_dir": "checkpoints/${.name}", "name": "x", "rollout_data_dir": "hdfs://a/b"}
     config = OmegaConf.create(
         {
             "trainer": {**written, "validation_data_dir": None, "resume_from_path": "/here/global_step_5"},
             "actor_rollout_ref": {"model": {"path": "model"}},
             "critic": {"model": {"path": "Qwen/Qwen3-8B"}},
+            "reward": {"reward_model": {"model_path": "Skywork/Skywork-Reward"}},
         }
     )
+    for key in mine:
+        OmegaConf.update(config, key, "mine.py", force_add=True)
     before = OmegaConf.to_container(config, resolve=True)
     OmegaConf.set_struct(config, True)
     compose.make_absolute(config)
+    assert [OmegaConf.select(config, key) for key in mine] == [str(tmp_path / "mine.py")] * len(mine)
+    for key in mine:
+        OmegaConf.update(config, key, "mine.py")
     before["trainer"]["default_local_dir"] = str(tmp_path / "checkpoints" / "x")
     before["actor_rollout_ref"]["model"]["path"] = str(tmp_path / "model")
     assert OmegaConf.to_container(config, resolve=True) == before

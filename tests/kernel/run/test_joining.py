@@ -94,7 +94,12 @@ def test_a_cluster_that_answers_is_joined_and_settings_of_a_new_one_are_refused(
 def test_a_cluster_is_joined_on_its_nodes_only(cluster):
     with pytest.raises(MachineError, match=rf"no node of the one at 127\.0\.0\.1:{cluster}.*ray start --address=127"):
         check_cluster({})
-    check_cluster({"address": f"ray://127.0.0.1:{cluster}"})
+
+
+def test_rays_client_is_refused_since_the_trainer_runs_in_the_commands_process(cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{cluster}")
+    with pytest.raises(MachineError, match=r"ray://127\.0\.0\.1:.*RAY_ADDRESS names.*`ray job submit`"):
+        check_cluster({})
 
 
 def test_a_node_whose_processes_a_container_hides_is_known_by_its_socket(cluster, monkeypatch):

@@ -314,6 +314,19 @@ def test_a_schedule_in_steps_is_told_where_a_step_has_several_updates():
     assert not check(config(actor_rollout_ref__actor__optim={"lr_warmup_steps": -1}))
 
 
+def test_what_verl_computes_over_a_batch_is_told_where_it_is_over_a_mini_batch_here():
+    for of in ("gae", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        (told,) = check(config(algorithm__adv_estimator=of))
+        assert told.startswith(f"algorithm.adv_estimator={of}: ")
+        assert "over 8 prompts here, over 16 under verl's sync" in told
+        assert "write actor_rollout_ref.actor.ppo_mini_batch_size=16" in told
+    (told,) = check(config(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}))
+    assert told.startswith("algorithm.kl_ctrl.type=adaptive: ")
+    assert not check(config(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed"}}))
+    assert not check(config(algorithm={"use_kl_in_reward": False, "kl_ctrl": {"type": "adaptive"}}))
+    assert not check(config(algorithm__adv_estimator="gae", actor_rollout_ref__actor__ppo_mini_batch_size=16))
+
+
 def test_with_a_policy_nobody_need_only_roll_out():
     check(config(actor_rollout_ref__rollout__nnodes=0), scheduler={"policy": "colocated"})
 

@@ -1,4 +1,4 @@
-"""Fits that find what generated the data, and plans whose course can be worked out by hand."""
+"""Fits that find what generated the data, and plans whose projection can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Roofline, balance
-from seamless_verl.scheduling.prediction.course import Crew, Fresh, Work, alike, play
 from seamless_verl.scheduling.prediction.forecast import Trainer, bounded_value, end_of_training, next_end, value
 from seamless_verl.scheduling.prediction.learned import DecodeModel, LengthModel
+from seamless_verl.scheduling.prediction.projection import Capacity, NextBatch, Work, project, uniform
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.slices import Gpu, Hardware, Slice, SliceId, Switch, SwitchTimes, Tag
 
@@ -106,80 +106,87 @@ def work(remaining: list[float]) -> Work:
         awaited=frozenset(),
         others=math.inf,
         weight=1.0,
-        duty=1.0,
+        busy_share=1.0,
         step_s=lambda n, kv: n,
     )
 
 
 def test_a_course_by_hand() -> None:
     """Two sessions of 10 and 30 tokens on one slice, a step takes n seconds: 10 x 2, then 20 x 1."""
-    course = play(work([10, 30]), [(0.0, alike(1.0))])
-    assert course.ready_at == [20.0, 40.0]
-    assert course.tokens_by(20.0) == 20
-    assert course.tokens_by(30.0) == 30
-    assert course.tokens_by(99.0) == 40
-    assert course.when_ready(2) == 40.0
-    assert course.when_ready(3) == math.inf
+    projection = project(work([10, 30]), [(0.0, uniform(1.0))])
+    assert projection.ready_at == [20.0, 40.0]
+    assert projection.tokens_by(20.0) == 20
+    assert projection.tokens_by(30.0) == 30
+    assert projection.tokens_by(99.0) == 40
+    assert projection.when_ready(2) == 40.0
+    assert projection.when_ready(3) == math.inf
     # a second slice joins after 10 s: 5 tokens each by then, the rest at 1 s per token (two slices, one session each)
-    assert play(work([10, 30]), [(0.0, alike(1.0)), (10.0, alike(2.0))]).ready_at == [15.0, pytest.approx(25.0)]
+    assert project(work([10, 30]), [(0.0, uniform(1.0)), (10.0, uniform(2.0))]).ready_at == [15.0, pytest.approx(25.0)]
     # nobody generates from 10 s on
-    assert play(work([10, 30]), [(0.0, alike(1.0)), (10.0, Crew())]).ready_at == []
+    assert project(work([10, 30]), [(0.0, uniform(1.0)), (10.0, Capacity())]).ready_at == []
 
 
 def test_a_course_of_unlike_slices_by_hand() -> None:
     """A slow slice (speed 0.5) generates alone; with two sessions a step takes 2 / 0.5 s, with one 1 / 0.5 s. A fast
     one (1.5) joins at 20 s, when each has 5 tokens, and takes the younger of the two, 1 / 1.5 s per token. At 27 s it
     leaves, and both are on the slow one again, with 1.5 and 14.5 tokens to come."""
-    slow, fast = alike(1.0, speed=0.5), alike(1.0, speed=1.5)
-    alone = play(work([10, 30]), [(0.0, slow)])
+    slow, fast = uniform(1.0, speed=0.5), uniform(1.0, speed=1.5)
+    alone = project(work([10, 30]), [(0.0, slow)])
     assert alone.ready_at == [40.0, 80.0]
-    joined = play(work([10, 30]), [(0.0, slow), (20.0, slow + fast), (27.0, slow)])
+    joined = project(work([10, 30]), [(0.0, slow), (20.0, slow + fast), (27.0, slow)])
     assert joined.ready_at == [pytest.approx(27.0 + 1.5 * 4.0), pytest.approx(33.0 + 13.0 * 2.0)]
     assert joined.tokens_by(20.0) == 10
     assert joined.tokens_by(27.0) == pytest.approx(10 + 3.5 + 10.5)
 
 
 def test_who_runs_on_a_slow_slice_stays_there_by_hand() -> None:
-    both = alike(1.0, speed=0.5) + alike(1.0, speed=1.5)
-    assert play(replace(work([9]), homes=[0.5]), [(0.0, both)]).ready_at == [9 / 0.5]
-    assert play(work([9]), [(0.0, both)]).ready_at == [9 / 1.5]
-    fast = alike(1.0, speed=1.5)
-    assert play(replace(work([9]), homes=[0.5]), [(0.0, fast)]).ready_at == [9 / 1.5]  # its slice is gone
+    both = uniform(1.0, speed=0.5) + uniform(1.0, speed=1.5)
+    assert project(replace(work([9]), homes=[0.5]), [(0.0, both)]).ready_at == [9 / 0.5]
+    assert project(work([9]), [(0.0, both)]).ready_at == [9 / 1.5]
+    fast = uniform(1.0, speed=1.5)
+    assert project(replace(work([9]), homes=[0.5]), [(0.0, fast)]).ready_at == [9 / 1.5]  # its slice is gone
 
 
 def test_the_trainer_waits_for_groups_or_groups_for_the_trainer() -> None:
-    course = play(work([10, 30]), [(0.0, alike(1.0))])
+    projection = project(work([10, 30]), [(0.0, uniform(1.0))])
     trainer = Trainer(ready=0, minimum=1, batch=2, train_s=5.0)
-    assert end_of_training(course, trainer, free_at=0.0) == 45.0
-    assert end_of_training(course, trainer, free_at=38.0) == 48.0
-    assert value(course, trainer, 0.0, full_rate=2.0) == 45.0 - 40 / 2
-    assert value(course, Trainer(ready=0, minimum=1, batch=3, train_s=5.0), 0.0, 2.0) == math.inf
+    assert end_of_training(projection, trainer, free_at=0.0) == 45.0
+    assert end_of_training(projection, trainer, free_at=38.0) == 48.0
+    assert value(projection, trainer, 0.0, full_rate=2.0) == 45.0 - 40 / 2
+    assert value(projection, Trainer(ready=0, minimum=1, batch=3, train_s=5.0), 0.0, 2.0) == math.inf
 
 
 def test_what_the_next_batch_waits_for_by_hand() -> None:
     """Of 10, 30 and 50 tokens (a step takes n seconds) the first ends at 30; at 50 the others have 10 and 30 left, and
     sessions of 15 and 25 tokens join: 10 steps of 4 s, 5 of 3 s, 10 of 2 s, and 5 alone."""
     out = work([10, 30, 50])
-    course = play(out, [(0.0, alike(1.0))])
-    assert course.ready_at == [30.0, 70.0, 90.0]
-    fresh = Fresh(lengths=[15, 25], weight=1.0, context=0.0, crew=alike(1.0), train_s=60.0)
-    assert next_end(out, course, 50.0, fresh) == 50.0 + 10 * 4 + 5 * 3 + 10 * 2 + 5 * 1
-    assert next_end(out, course, 95.0, fresh) == 95.0  # nobody is left over
+    projection = project(out, [(0.0, uniform(1.0))])
+    assert projection.ready_at == [30.0, 70.0, 90.0]
+    next_batch = NextBatch(lengths=[15, 25], weight=1.0, context=0.0, capacity=uniform(1.0), train_s=60.0)
+    assert next_end(out, projection, 50.0, next_batch) == 50.0 + 10 * 4 + 5 * 3 + 10 * 2 + 5 * 1
+    assert next_end(out, projection, 95.0, next_batch) == 95.0  # nobody is left over
     trainer = Trainer(ready=0, minimum=1, batch=1, train_s=20.0)
     # this step takes 50 s, the next one 80 and 20 to train; were it 150 s old by now, both would take as long
-    assert bounded_value(out, course, trainer, 0.0, fresh, 50.0) == 150.0
-    assert bounded_value(out, course, trainer, 0.0, fresh, 0.0) == pytest.approx(100.0 + 75.0 * (0.3 / 9 + 0.5 / 729))
-    assert bounded_value(out, course, Trainer(ready=0, minimum=1, batch=4, train_s=1.0), 0.0, fresh, 0.0) == math.inf
+    assert bounded_value(out, projection, trainer, 0.0, next_batch, 50.0) == 150.0
+    assert bounded_value(out, projection, trainer, 0.0, next_batch, 0.0) == pytest.approx(
+        100.0 + 75.0 * (0.3 / 9 + 0.5 / 729)
+    )
+    assert (
+        bounded_value(out, projection, Trainer(ready=0, minimum=1, batch=4, train_s=1.0), 0.0, next_batch, 0.0)
+        == math.inf
+    )
 
 
 def test_a_step_is_put_off_for_evenness_only_where_both_batches_are_nearly_in_step() -> None:
     """Two steps of 120 s, nobody is left over: the border between them moves."""
     nobody = work([])
-    course = play(nobody, [(0.0, alike(1.0))])
+    projection = project(nobody, [(0.0, uniform(1.0))])
 
     def worth(first_s: float) -> float:
-        fresh = Fresh(lengths=[], weight=1.0, context=0.0, crew=alike(1.0), train_s=120.0 - first_s)
-        return bounded_value(nobody, course, Trainer(ready=1, minimum=1, batch=1, train_s=0.0), 0.0, fresh, first_s)
+        next_batch = NextBatch(lengths=[], weight=1.0, context=0.0, capacity=uniform(1.0), train_s=120.0 - first_s)
+        return bounded_value(
+            nobody, projection, Trainer(ready=1, minimum=1, batch=1, train_s=0.0), 0.0, next_batch, first_s
+        )
 
     assert worth(10) > worth(15) > worth(20)  # 1 to 11, 7 and 5
     assert worth(30) < worth(40) < worth(60)  # 1 to 3, 2 and 1
@@ -187,34 +194,34 @@ def test_a_step_is_put_off_for_evenness_only_where_both_batches_are_nearly_in_st
 
 def test_a_seat_that_gets_free_goes_to_the_head_of_the_queue_by_hand() -> None:
     """One slice, two seats: 10 and 30 run (2 s a step), then 20 and 5; with them or after them 5 that joined."""
-    queue, one = work([10, 30, 5]), alike(1.0, 2)
-    course = play(queue, [(0.0, one)])
-    assert course.ready_at == [20.0, 30.0, 45.0]
-    assert course.done_at == 45.0
-    fresh = Fresh(lengths=[5], weight=1.0, context=0.0, crew=one, train_s=0.0)
-    assert next_end(queue, course, 0.0, fresh) == 20.0 + 10.0 + 10.0 + 10.0
+    queue, one = work([10, 30, 5]), uniform(1.0, 2)
+    projection = project(queue, [(0.0, one)])
+    assert projection.ready_at == [20.0, 30.0, 45.0]
+    assert projection.done_at == 45.0
+    next_batch = NextBatch(lengths=[5], weight=1.0, context=0.0, capacity=one, train_s=0.0)
+    assert next_end(queue, projection, 0.0, next_batch) == 20.0 + 10.0 + 10.0 + 10.0
     # A second slice has two more seats: nobody waits. It leaves at 5 s: who was admitted last waits for the first seat.
-    assert play(queue, [(0.0, one + one)]).ready_at == [7.5, pytest.approx(12.5), pytest.approx(22.5)]
-    one = alike(1.0, 1)
-    taken_back = play(work([20, 30, 12]), [(0.0, one + one), (5.0, one)])
+    assert project(queue, [(0.0, one + one)]).ready_at == [7.5, pytest.approx(12.5), pytest.approx(22.5)]
+    one = uniform(1.0, 1)
+    taken_back = project(work([20, 30, 12]), [(0.0, one + one), (5.0, one)])
     assert taken_back.ready_at == [5.0 + 15.0, 20.0 + 25.0, 45.0 + 12.0]
 
 
 def test_who_sits_on_a_slice_that_goes_waits_for_a_seat_by_hand() -> None:
     """Old and young alike lose theirs; those that are left are not stopped for them."""
     four = replace(work([100.0, 10.0, 100.0, 10.0]), step_s=lambda n, kv: 1.0)
-    course = play(four, [(0.0, alike(2.0, 4.0)), (0.0, alike(1.0, 2.0))])
-    assert course.ready_at == [100.0, 100.0, 110.0, 110.0]
+    projection = project(four, [(0.0, uniform(2.0, 4.0)), (0.0, uniform(1.0, 2.0))])
+    assert projection.ready_at == [100.0, 100.0, 110.0, 110.0]
 
 
 def test_seats_of_unlike_slices_by_hand() -> None:
     """A fast slice with one seat and a slow one with two: three sessions one after the other at 1/3 s a step, beside
     two at 2 s."""
-    crew = alike(1.0, 1, speed=3.0) + alike(1.0, 2)
-    assert play(work([10] * 5), [(0.0, crew)]).ready_at == pytest.approx([10 / 3, 20 / 3, 10.0, 20.0, 20.0])
-    assert (alike(1.0, 4) + alike(1.0)).seats == math.inf  # not known of all
-    assert crew.part(0.5) == alike(0.5, 0.5, speed=3.0) + alike(0.5, 1.0)
-    assert alike(1.0).part(0.0) == Crew()
+    capacity = uniform(1.0, 1, speed=3.0) + uniform(1.0, 2)
+    assert project(work([10] * 5), [(0.0, capacity)]).ready_at == pytest.approx([10 / 3, 20 / 3, 10.0, 20.0, 20.0])
+    assert (uniform(1.0, 4) + uniform(1.0)).seats == math.inf  # not known of all
+    assert capacity.part(0.5) == uniform(0.5, 0.5, speed=3.0) + uniform(0.5, 1.0)
+    assert uniform(1.0).part(0.0) == Capacity()
 
 
 def with_one_seat() -> tuple[Roofline, SessionBook, Slice]:
@@ -280,7 +287,7 @@ def test_steps_slow_down_with_the_cache_of_those_that_are_left() -> None:
     """Contexts of 5 and 20; a step takes as many seconds as there are tokens in the cache, half a step's growth in."""
     by_cache = replace(work([10, 30]), contexts=[5.0, 20.0], step_s=lambda n, kv: kv)
     first = 10 * (5 + 20 + 2 * 5)
-    assert play(by_cache, [(0.0, alike(1.0))]).ready_at == [first, first + 20 * (20 + 20)]
+    assert project(by_cache, [(0.0, uniform(1.0))]).ready_at == [first, first + 20 * (20 + 20)]
 
 
 def test_a_limit_on_tokens_is_recognised() -> None:
@@ -484,8 +491,8 @@ def test_equal_slices_stay_equal_however_long_they_are_measured(seed: int) -> No
 
 def test_a_batch_with_room_for_few_others_waits_for_those_it_cannot_do_without() -> None:
     waits = replace(work([10, 20, 30, 40]), awaited=frozenset({3}), others=1)
-    alone = play(work([10, 20, 30, 40]), [(0.0, alike(4.0))])
-    bound = play(waits, [(0.0, alike(4.0))])
+    alone = project(work([10, 20, 30, 40]), [(0.0, uniform(4.0))])
+    bound = project(waits, [(0.0, uniform(4.0))])
     assert alone.when_ready(2) < bound.when_ready(2) == alone.when_ready(4)
     assert bound.when_ready(3) == math.inf
 

@@ -11,10 +11,10 @@ from seamless_verl.scheduling import commands as cm
 from seamless_verl.scheduling import events as ev
 from seamless_verl.scheduling.cluster import Roofline
 from seamless_verl.scheduling.commands import Decision, Verb
-from seamless_verl.scheduling.prediction.course import Work, alike, play
 from seamless_verl.scheduling.prediction.forecast import PrefillAgain
 from seamless_verl.scheduling.prediction.learned import DecodeModel
 from seamless_verl.scheduling.prediction.predictive import Predictive
+from seamless_verl.scheduling.prediction.projection import Work, project, uniform
 from seamless_verl.scheduling.prediction.session_forecast import SessionBook
 from seamless_verl.scheduling.slices import SliceId, SliceState, Tag
 from tests.kernel.scheduling.world import BOTH, ROLLOUT, World, make_slice
@@ -33,7 +33,7 @@ def work(sessions: int, prefill_s: float = PREFILL_S) -> Work:
         awaited=frozenset(),
         others=sessions,
         weight=1.0,
-        duty=1.0,
+        busy_share=1.0,
         step_s=lambda n, kv: 0.01,
         prefill_s=prefill_s,
         cached=float(sessions * CONTEXT),
@@ -42,25 +42,27 @@ def work(sessions: int, prefill_s: float = PREFILL_S) -> Work:
 
 def price(out: Work, left_behind: float, *, caches_lost: bool = False) -> PrefillAgain:
     """Of a loan of one slice beside one that always generates; both switches take ten seconds."""
-    return PrefillAgain.of_loan(out, alike(1), alike(1), left_behind, caches_lost=caches_lost, usual_s=10.0)
+    return PrefillAgain.of_loan(out, uniform(1), uniform(1), left_behind, caches_lost=caches_lost, usual_s=10.0)
 
 
 def test_taking_back_a_slice_with_four_million_cached_tokens_costs_two_minutes() -> None:
     """512 sessions on two slices: one of them is taken back at once and the other prefills its 256 x 16k tokens."""
     out = work(512)
-    course = play(out, [(0.0, alike(2)), (0.0, alike(1))])
-    assert course.left_behind == pytest.approx(256 * CONTEXT)
-    found = price(out, course.left_behind)
+    projection = project(out, [(0.0, uniform(2)), (0.0, uniform(1))])
+    assert projection.left_behind == pytest.approx(256 * CONTEXT)
+    found = price(out, projection.left_behind)
     assert found.seconds == pytest.approx(126, abs=1)
     assert str(found) == " and 125.83 s for 4194304 tokens that are prefilled again"
-    assert price(work(512, 0.0), course.left_behind).seconds == 0.0
+    assert price(work(512, 0.0), projection.left_behind).seconds == 0.0
 
 
 def test_what_is_generated_until_then_counts_and_what_ended_does_not() -> None:
-    course = play(work(512), [(0.0, alike(4)), (5.0, alike(3))])  # 500 tokens later, a quarter of them
-    assert course.left_behind == pytest.approx(128 * (CONTEXT + 500))
-    assert play(work(512), [(0.0, alike(4)), (10.5, alike(3))]).left_behind == 0.0
-    assert play(work(512), [(0.0, alike(1)), (5.0, alike(2))]).left_behind == 0.0, "slices that join take nothing away"
+    projection = project(work(512), [(0.0, uniform(4)), (5.0, uniform(3))])  # 500 tokens later, a quarter of them
+    assert projection.left_behind == pytest.approx(128 * (CONTEXT + 500))
+    assert project(work(512), [(0.0, uniform(4)), (10.5, uniform(3))]).left_behind == 0.0
+    assert project(work(512), [(0.0, uniform(1)), (5.0, uniform(2))]).left_behind == 0.0, (
+        "slices that join take nothing away"
+    )
 
 
 def test_while_new_weights_go_out_lent_slices_prefill_their_share_of_what_all_must() -> None:

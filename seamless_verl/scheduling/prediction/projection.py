@@ -1,10 +1,14 @@
 """When will groups be ready, if so many slices generate from when on?
 
-Decoding is lock-step: on slices that are alike every session that generates gains a token per step. Unlike slices each
-have their own pace; the router gives them as many requests as the others (least requests). An engine decodes so many
-requests at once, of those that wait the oldest session first (`seamless.router.oldest_first`). A group is ready with
-its longest member. A plan changes the slices at known times: more when lent ones are awake, fewer when they are taken
-back; who loses a seat then queues with its tokens.
+    Work      the sessions that are out: tokens to come, tokens in the cache, their group, in order of age
+    Capacity  the slices that generate, by speed, and their seats (requests that an engine decodes at once)
+    phases    a plan: which capacity there is from when on, since lent slices wake and are taken back
+    n, kv     requests on a slice and the tokens of cache that they hold; a step takes ``step_s(n, kv)`` seconds
+
+Decoding is lock-step: on slices of one speed every session that has a seat gains a token per step. Slices of other
+speeds have their own pace; the router gives them as many requests as the others (least requests). Sessions without a
+seat queue, the oldest is served first (`seamless.router.oldest_first`). When slices are taken back, sessions lose their
+seats and queue with the tokens that they have. A group is ready with its longest member.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Slices that generate as fast as each other.
+class SpeedClass:
+    """Slices of one speed.
 
     Attributes:
         speed: of each, in average slices.
@@ -33,23 +37,23 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """Slices that generate together; kinds of different speeds."""
+class Capacity:
+    """Slices that generate, of one or several speeds."""
 
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[SpeedClass, ...] = ()
 
-    def __add__(self, other: Crew) -> Crew:
+    def __add__(self, other: Capacity) -> Capacity:
         kinds = {kind.speed: kind for kind in self.kinds}
         for more in other.kinds:
-            had = kinds.get(more.speed, Kind(more.speed, 0.0, 0.0))
-            kinds[more.speed] = Kind(more.speed, had.slices + more.slices, had.seats + more.seats)
-        return Crew(tuple(sorted(kinds.values(), key=lambda kind: -kind.speed)))
+            had = kinds.get(more.speed, SpeedClass(more.speed, 0.0, 0.0))
+            kinds[more.speed] = SpeedClass(more.speed, had.slices + more.slices, had.seats + more.seats)
+        return Capacity(tuple(sorted(kinds.values(), key=lambda kind: -kind.speed)))
 
-    def part(self, share: float) -> Crew:
-        """As if there were fewer of each kind, or for only so much of the time."""
+    def part(self, share: float) -> Capacity:
+        """A share of the slices of each speed; also: all of them for that share of the time."""
         if share <= 0:
-            return Crew()
-        return Crew(tuple(Kind(kind.speed, kind.slices * share, kind.seats * share) for kind in self.kinds))
+            return Capacity()
+        return Capacity(tuple(SpeedClass(kind.speed, kind.slices * share, kind.seats * share) for kind in self.kinds))
 
     @property
     def slices(self) -> float:
@@ -61,13 +65,13 @@ class Crew:
 
     @property
     def power(self) -> float:
-        """Average slices that it is worth."""
+        """How many slices of average speed generate as much."""
         return sum(kind.slices * kind.speed for kind in self.kinds)
 
 
-def alike(slices: float, seats: float = math.inf, speed: float = 1.0) -> Crew:
-    """A crew of one kind."""
-    return Crew((Kind(speed, slices, seats),)) if slices > 0 else Crew()
+def uniform(slices: float, seats: float = math.inf, speed: float = 1.0) -> Capacity:
+    """Slices of one speed."""
+    return Capacity((SpeedClass(speed, slices, seats),)) if slices > 0 else Capacity()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ class Work:
         awaited: numbers of the groups that must be in the batch.
         others: groups beside those that the batch has room for; further ones do not make it ready.
         weight: real sessions (and groups) per listed one; > 1 when the list is a sample.
-        duty: share of its time that a session generates or waits for a seat; the rest is tools and rewards.
+        busy_share: share of its time that a session generates or waits for a seat; the rest is tools and rewards.
         step_s: seconds per step of an average slice with so many requests over so many tokens of cache.
         prefill_s: seconds in which an average slice prefills a token, by itself; 0 while nothing tells.
         cached: tokens in the caches of all slices by now.
@@ -95,56 +99,56 @@ class Work:
     awaited: frozenset[int]
     others: float
     weight: float
-    duty: float
+    busy_share: float
     step_s: Callable[[float, float], float]
     prefill_s: float = 0.0
     cached: float = 0.0
 
-    def pace(self, sessions: float, held: float, kind: Kind) -> float:
+    def pace(self, sessions: float, held: float, kind: SpeedClass) -> float:
         """Seconds until each of so many sessions, which hold so many tokens in all, has another token."""
-        load = sessions * self.duty / kind.slices
-        return self.step_s(load, held * self.duty / kind.slices) / (kind.speed * self.duty)
+        load = sessions * self.busy_share / kind.slices
+        return self.step_s(load, held * self.busy_share / kind.slices) / (kind.speed * self.busy_share)
 
-    def rate(self, sessions: float, held: float, crew: Crew) -> float:
-        """Tokens per second of so many sessions, evenly spread over a crew."""
-        shares = [(kind, kind.slices / crew.slices) for kind in crew.kinds]
+    def rate(self, sessions: float, held: float, capacity: Capacity) -> float:
+        """Tokens per second of so many sessions, evenly spread over slices."""
+        shares = [(kind, kind.slices / capacity.slices) for kind in capacity.kinds]
         return sum(sessions * share / self.pace(sessions * share, held * share, kind) for kind, share in shares)
 
     def room(self, seats: float) -> float:
         """Sessions that so many seats serve at a time."""
-        return round(seats / self.duty) if seats < math.inf else math.inf
+        return round(seats / self.busy_share) if seats < math.inf else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fresh:
+class NextBatch:
     """The batch that is submitted when a step ends.
 
     Attributes:
         lengths: tokens of its sessions, a sample.
         weight: real sessions per listed one.
         context: tokens of a prompt.
-        crew: that will generate then, on average over a step; it has slices.
+        capacity: slices that will generate then, on average over a step; at least one.
         train_s: seconds of training on the batch before it.
     """
 
     lengths: Sequence[float]
     weight: float
     context: float
-    crew: Crew
+    capacity: Capacity
     train_s: float
 
 
 @dataclass(slots=True)
-class Course:
-    """How a plan would go: tokens of all sessions and ready groups over time, ascending in time.
+class Projection:
+    """What comes of a plan: tokens of all sessions and ready groups over time, ascending in time.
 
     Attributes:
-        phases: from when on who generates.
+        phases: the plan.
         done_at: when the last session that was out at the start is done; infinity if that never happens.
         left_behind: tokens that are in the caches of slices when these are taken back.
     """
 
-    phases: Sequence[tuple[float, Crew]]
+    phases: Sequence[tuple[float, Capacity]]
     times: list[float] = field(default_factory=lambda: [0.0])
     tokens: list[float] = field(default_factory=lambda: [0.0])
     ready_at: list[float] = field(default_factory=list)
@@ -179,7 +183,7 @@ class _Engines:
         held: tokens of cache beyond ``made`` per session, of all that have a seat.
     """
 
-    kind: Kind
+    kind: SpeedClass
     room: float
     made: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
@@ -192,26 +196,26 @@ class _Engines:
         return work.pace(self.n, self.held + self.n * (self.made + left / 2), self.kind)
 
 
-class _Hall:
-    """All that are out: on engines, or in the queue.
+class _OpenSessions:
+    """All sessions that are out: those with a seat on an engine, and those that wait.
 
     Attributes:
         remaining, contexts, weights: of each session by its number; while it has a seat, a context is what it would
             have been had the session generated from its engines' first step on.
     """
 
-    def __init__(self, work: Work, crew: Crew) -> None:
+    def __init__(self, work: Work, capacity: Capacity) -> None:
         out = len(work.remaining)
         self.remaining = list(work.remaining)
         self.contexts = list(work.contexts)
         self.weights = [work.weight] * out
         self.homes = list(work.homes)
         self.queue = deque(range(out))
-        self.engines = [_Engines(kind, work.room(kind.seats)) for kind in crew.kinds]
+        self.engines = [_Engines(kind, work.room(kind.seats)) for kind in capacity.kinds]
         self._work = work
 
     def admit(self) -> None:
-        """Those that wait take what is free."""
+        """Waiting sessions take free seats, the oldest first."""
         while self.queue:
             number = self.queue[0]
             free = [e for e in self.engines if not e.ends or e.n + self.weights[number] / 2 <= e.room]
@@ -226,30 +230,31 @@ class _Hall:
 
     @staticmethod
     def _choose(free: Sequence[_Engines], home: float | None) -> _Engines:
-        """Where the session is, else where fewest are."""
+        """Engines of the speed on which the session runs, else those with the fewest sessions per slice."""
         return min(free, key=lambda engines: (engines.kind.speed != home, (engines.n + 1) / engines.kind.slices))
 
-    def change(self, crew: Crew) -> None:
-        """Who sits on slices that go loses the seat, old and young alike, and waits for one that gets free: an engine
-        does not stop a younger session for it. Unlike slices share anew what they have; those that came last move."""
+    def change(self, capacity: Capacity) -> None:
+        """The slices change. Sessions on slices that go lose their seats, whatever their age, and queue: an engine does
+        not stop a younger session for an older one. Of slices of several speeds each gets its share of the sessions;
+        those that got their seats last move."""
         old = {engines.kind.speed: engines for engines in self.engines}
-        each = sum(engines.n for engines in self.engines) / crew.slices if len(crew.kinds) > 1 else math.inf
+        each = sum(engines.n for engines in self.engines) / capacity.slices if len(capacity.kinds) > 1 else math.inf
         self.engines = []
-        for kind in crew.kinds:
+        for kind in capacity.kinds:
             room = self._work.room(kind.seats)
             engines = old.pop(kind.speed, None) or _Engines(kind, room)
             shrinks = kind.slices < engines.kind.slices
             engines.kind, engines.room = kind, room
             if shrinks:
-                self._evict(engines, room, at_least=1, alike=True)
+                self._evict(engines, room, at_least=1, any_age=True)
             self._evict(engines, min(room, each * kind.slices), at_least=1)
             self.engines.append(engines)
         for engines in old.values():
             self._evict(engines, 0.0, at_least=0)
 
-    def _evict(self, engines: _Engines, room: float, *, at_least: int, alike: bool = False) -> None:
+    def _evict(self, engines: _Engines, room: float, *, at_least: int, any_age: bool = False) -> None:
         latest = sorted(engines.ends, key=lambda entry: entry[1])
-        if alike and engines.n > room:  # who is to go stands last
+        if any_age and engines.n > room:  # who is to go stands last
             count, going = len(latest), max(1, round(len(latest) * (1.0 - room / engines.n)))
             places = {(2 * i + 1) * count // (2 * going) for i in range(going)}
             latest = [x for i, x in enumerate(latest) if i not in places] + [latest[i] for i in sorted(places)]
@@ -270,17 +275,17 @@ class _Hall:
         return sum(engines.held + engines.n * engines.made for engines in self.engines)
 
     def finish(self, engines: _Engines) -> int:
-        """The first to end there does; its number."""
+        """The first session to end on these engines ends; return its number."""
         engines.made, number = heapq.heappop(engines.ends)
         self._seat(engines, number, -1)
         return number
 
-    def join(self, fresh: Fresh) -> None:
+    def join(self, next_batch: NextBatch) -> None:
         first = len(self.remaining)
-        self.remaining += fresh.lengths
-        self.contexts += [fresh.context] * len(fresh.lengths)
-        self.weights += [fresh.weight] * len(fresh.lengths)
-        self.homes += [None] * len(fresh.lengths)
+        self.remaining += next_batch.lengths
+        self.contexts += [next_batch.context] * len(next_batch.lengths)
+        self.weights += [next_batch.weight] * len(next_batch.lengths)
+        self.homes += [None] * len(next_batch.lengths)
         self.queue.extend(range(first, len(self.remaining)))
 
     def _seat(self, engines: _Engines, number: int, sign: int) -> None:
@@ -288,31 +293,31 @@ class _Hall:
         engines.held += sign * self.weights[number] * self.contexts[number]
 
 
-def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float, Fresh] | None = None) -> Course:
-    """Run the work down.
+def project(
+    work: Work, phases: Sequence[tuple[float, Capacity]], joining: tuple[float, NextBatch] | None = None
+) -> Projection:
+    """Play a plan forward until all of the work is done.
 
     Args:
-        phases: ``(from time, who generates)``, ascending, the first at 0.
-        joining: sessions that join the queue at a time. The course ends with the last of those that were there before.
+        phases: ``(from when on, capacity)``, ascending, the first at 0.
+        joining: a batch that joins the queue at a time. It ends with the last session that was there before.
     """
-    out = len(work.remaining)
-    course = Course(phases=phases)
-    crew = phases[0][1]
-    hall = _Hall(work, crew)
-    progress = _Groups(work)
+    out, capacity = len(work.remaining), phases[0][1]
+    projection, progress = Projection(phases=phases), _Groups(work)
+    sessions = _OpenSessions(work, capacity)
     changes = deque(phases[1:])
     now, total = 0.0, 0.0
     while out:
-        hall.admit()
+        sessions.admit()
         change_at = changes[0][0] if changes else math.inf
         stop = min(change_at, joining[0] if joining else math.inf)
-        busy = [(engines, engines.pace(work)) for engines in hall.engines if engines.ends]
+        busy = [(engines, engines.pace(work)) for engines in sessions.engines if engines.ends]
         first, took = _first_to_end(busy)
         ends = now + took
         if first is None or ends > stop:
             first, took, ends = None, stop - now, stop
         if ends == math.inf:
-            return course  # nobody generates any more
+            return projection  # nothing generates any more
         now = ends
         for engines, pace in busy:
             if engines is first:
@@ -321,22 +326,22 @@ def play(work: Work, phases: Sequence[tuple[float, Crew]], joining: tuple[float,
                 total += took / pace * engines.n
                 engines.made += took / pace
         if first is not None:
-            number = hall.finish(first)
+            number = sessions.finish(first)
             if number < len(work.remaining):
                 out -= 1
-                course.ready_at += [now] * progress.finished(number)
+                projection.ready_at += [now] * progress.finished(number)
         elif joining and stop == joining[0]:
-            hall.join(joining[1])
+            sessions.join(joining[1])
             joining = None
         else:
-            before, crew = crew, changes.popleft()[1]
-            if 0 < crew.slices < before.slices:  # all slices have about as much in their caches
-                course.left_behind += hall.held() * (1.0 - crew.slices / before.slices)
-            hall.change(crew)
-        course.times.append(now)
-        course.tokens.append(total)
-    course.done_at = now
-    return course
+            before, capacity = capacity, changes.popleft()[1]
+            if 0 < capacity.slices < before.slices:  # all slices have about as much in their caches
+                projection.left_behind += sessions.held() * (1.0 - capacity.slices / before.slices)
+            sessions.change(capacity)
+        projection.times.append(now)
+        projection.tokens.append(total)
+    projection.done_at = now
+    return projection
 
 
 def _first_to_end(busy: Sequence[tuple[_Engines, float]]) -> tuple[_Engines | None, float]:
