@@ -62,7 +62,7 @@ def _interrupted(stage: str, times: int) -> Mishap:
             time.sleep(_SECOND_S if number else 0.0)
             live.interrupt()
 
-    words = ("interrupted", "anything was started" if stage == "checks" else "nothing is left running; to continue")
+    words = ("interrupted", "anything was started" if stage == "checks" else "nothing is left running; ")
     return Mishap(
         name=f"Ctrl-C {'twice' if times == 2 else 'once'}: {stage}",
         command=_LONG,

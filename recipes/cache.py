@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -60,6 +61,7 @@ def main(builder: Callable[[str | None], Path]) -> int:
     parser = argparse.ArgumentParser(description=sys.modules[builder.__module__].__doc__)
     parser.add_argument("--cache", help="folder of the cache (default: $SEAMLESS_CACHE or ~/.cache/seamless_verl)")
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `build` removes what it had
     built = builder(parser.parse_args().cache)
     sys.stdout.write(f"assets: {built} ({time.monotonic() - started:.0f} s)\n")
     return 0

@@ -43,8 +43,7 @@ class StalenessConfig:
         mask_older_than: tokens made by weights more than so many versions older than those being trained do not count
             in the losses; the row's newer tokens do. Means are still over all tokens, as with verl's own rejection.
             Rows of verl's own agent loops do not say which version made a token: their oldest stands for all. None: all
-            count. From ``eta`` on there is nothing to leave out. A batch of which nothing would be left counts as it
-            is.
+            count. Values of ``eta`` or more have no effect. A batch of which nothing would be left counts as it is.
     """
 
     eta: int = 1
@@ -125,8 +124,8 @@ class WeightsConfig:
             their context again, so that each token is wholly of one version. ``keep`` goes on with the cache of the old
             weights, which costs nothing and leaves tokens that no single version explains.
         at_once: replicas that take new weights at a time (``rolling``).
-        max_lag: versions behind the newest from which on a replica takes new weights although it is busy (``rolling``).
-            With more than 1 a busy replica waits until it idles, or until somebody needs newer weights.
+        max_lag: a busy replica takes new weights once it is this many versions behind; before that it waits until it is
+            idle, or nearly, or until a request needs newer weights (``rolling``).
     """
 
     sync: str = "together"
@@ -226,8 +225,8 @@ class AgentConfig:
         max_turns: model calls that one attempt may make.
         max_tokens_per_turn: tokens that one model call may generate; None: the rest of the budget.
         max_concurrent: attempts under way at a time in each rollout worker; fewer where the runner takes fewer. Others
-            wait, and their deadline starts when they do. None: the worker's share of what all replicas decode or of
-            what staleness admits, whichever is more.
+            wait, and their deadline starts when they do. None: (the larger of: ``rollout.max_num_seqs`` summed
+            over replicas; attempts that the staleness bound admits) divided by the number of rollout workers.
     """
 
     runner: str | None = None
@@ -327,6 +326,11 @@ class AssetsConfig:
     module: str | None = None
     cache: str | None = None
     dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("module", "cache", "dir"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ConfigError(f"seamless.assets.{name}", value, "is no text", "write a text, or null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from seamless_verl.errors import ConfigError, SeamlessError
 from seamless_verl.machine import Machine, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, read_records
+from seamless_verl.observe.run_folder import SUMMARY
 from seamless_verl.run import capacity, check_combinations, check_machine, checkpoints, compose, preflight
 from seamless_verl.run.environment import IMPORTED, cpu_environment, trainer_environment
 from seamless_verl.run.recipe_assets import find_or_build, plain
@@ -111,8 +112,10 @@ class _Command:
             self.started = time.time()
         # Caught here, or Hydra adds a line of its own and a sweep loses the points that follow.
         try:
-            checkpoints.check_own(config.trainer, used)
-            self.codes.append(self._run_point(config))
+            warning = checkpoints.check_own(config.trainer, used, Path(HydraConfig.get().runtime.output_dir))
+            if warning and HydraConfig.get().mode == RunMode.MULTIRUN:
+                _say(f"warning: {warning}")
+            self.codes.append(0 if _has_ended_before() else self._run_point(config))
         except (SeamlessError, OmegaConfBaseException) as error:
             _say(f"error: {error}", sys.stderr)
             self.codes.append(2)
@@ -122,6 +125,7 @@ class _Command:
         hydra_runtime = HydraConfig.get().runtime
         sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
         compose.check_hidden(hydra_runtime.choices, sources)
+        compose.check_packages(config, hydra_runtime.choices)
         asked_devices(config)  # first: a recipe's slices are written in these numbers
         section = OmegaConf.to_container(config.seamless, resolve=True)
         seamless = SeamlessConfig.from_mapping(section)  # type: ignore[arg-type]
@@ -149,7 +153,7 @@ class _Command:
         checkpoints.mend_tracker(folder)
         resumed = config.trainer.resume_mode == "auto" and checkpoints.have_one(folder)
         origin = "" if folder.is_relative_to(run_dir) else f" from {folder}"
-        (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier run here; it would no longer be true
+        (run_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier run here; it would no longer be true
         _say(f"continuing {run_dir}{origin}" if resumed else f"run folder: {run_dir}")
         with _pages(run_dir) if seamless.watch else nullcontext():
             try:
@@ -158,7 +162,7 @@ class _Command:
                 self.interrupts.append(signal.SIGINT)
                 code = 128 + signal.SIGINT
         if code:
-            _explain_end(code, run_dir, is_interrupted=bool(self.interrupts))
+            _explain_end(code, run_dir, config.trainer, is_interrupted=bool(self.interrupts))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             _say(f"sweep point {HydraConfig.get().job.num} ended with exit code {code}")
         return code
@@ -170,10 +174,7 @@ class _Command:
         environment = self._environment(config, seamless, run_dir)
         while True:
             code = run_trainer(run_dir, uuid.uuid4().hex[:12], environment, imported, self.interrupts)
-            has_checkpoint = checkpoints.have_one(Path(trainer.default_local_dir))
-            hindered = obstacle(
-                resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=has_checkpoint
-            )
+            has_checkpoint, hindered = _left_to_continue(trainer)
             steps = read_records(run_dir / STEPS)
             step = steps[-1]["step"] if steps else (0 if trainer.v1.trainer_mode == TRAINER_MODE else None)
             verdict = restarts.after(End(code=code, at=time.monotonic(), step=step, obstacle=hindered))
@@ -242,11 +243,31 @@ def _cluster(config: DictConfig) -> str | None:
     return check_machine.cluster_address(OmegaConf.select(config, check_machine.ADDRESS))
 
 
-def _explain_end(code: int, run_dir: Path, *, is_interrupted: bool) -> None:
+def _has_ended_before() -> bool:
+    """Whether this point of a sweep has, in an earlier command with the same folder; says so."""
+    hydras = HydraConfig.get()
+    file = Path(hydras.runtime.output_dir) / SUMMARY
+    if ended := hydras.mode == RunMode.MULTIRUN and file.exists():
+        left = f"is left as it is: {file.parent} (remove its {SUMMARY} to run it again)"
+        _say(f"sweep point {hydras.job.num} has ended before and {left}")
+    return ended
+
+
+def _left_to_continue(trainer: DictConfig) -> tuple[bool, str]:
+    """Whether there is a checkpoint, and why the same command would not go on with the run; empty: it would."""
+    found = checkpoints.have_one(Path(trainer.default_local_dir))
+    return found, obstacle(resume_mode=trainer.resume_mode, save_freq=trainer.save_freq, has_checkpoint=found)
+
+
+def _explain_end(code: int, run_dir: Path, trainer: DictConfig, *, is_interrupted: bool) -> None:
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     key, value = ("hydra.sweep.dir", run_dir.parent) if multirun else ("hydra.run.dir", run_dir)
     folder = shlex.quote(f"{key}={compose.quoted(value)}")
+    found, hindered = _left_to_continue(trainer)
     resume = f"to continue from the last checkpoint: the same command with {folder}"
+    if hindered or not found:
+        why = hindered or "there is no checkpoint yet"
+        resume = f"the same command with {folder} starts {'this point ' * multirun}over: {why}"
     if code > 128:
         how = "interrupted" if is_interrupted else "ended"
         _say(f"{how} (signal {code - 128}); nothing is left running; {resume}", sys.stderr)

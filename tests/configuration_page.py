@@ -23,6 +23,9 @@ Everything else is verl's. On the command line write `KEY=VALUE`; under verl's o
 (`+seamless.staleness.eta=2`). An unknown key, a value that cannot work and keys that do not go together are refused
 before anything starts, with what to write instead.
 
+Keys in a file: write them into `conf/recipe/mine.yaml`, whose first line is `# @package _global_`, and start with
+`--config-dir conf +recipe=mine`.
+
 This page is made from [config.py](../seamless_verl/config.py) by `make docs`; a test fails where the two differ.
 """
 

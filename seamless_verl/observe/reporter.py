@@ -276,7 +276,7 @@ def step_line(report: StepReport, remaining_s: float | None) -> str:
         f"staleness {report.staleness_mean:.2f} (max {report.staleness_max})",
         f"rows/rollout {report.rows_per_rollout:.2f}",
         *([f"failed {report.attempts_failed} of {report.attempts} attempts"] if report.attempts_failed else []),
-        *([f"{pool.stage}: pool {pool.pool} ({pool.left} left)"] if (pool := report.curriculum) is not None else []),
+        *([f"{on.stage}: pool {on.pool} ({on.left} solved and taken out)"] if (on := report.curriculum) else []),
         "idle " + " ".join(f"{pool} {_share(share)}" for pool, share in report.idle_share.items()),
         *_computed_once(report),
         f"{report.step_s:.1f} s",

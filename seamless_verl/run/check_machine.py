@@ -188,11 +188,12 @@ def check_devices(config: Mapping[str, Any], machine: Machine) -> None:
     if machine.accelerators < train + rollout:
         here = machine.accelerators or "none"
         found = f"this machine has {here}, and no Ray cluster was found (RAY_ADDRESS is not set, no {address_file()})"
+        on_cpu = ", run a CPU recipe (python -m seamless_verl.main +platform=cpu +recipe=arithmetic)"
         raise MachineError(
             "accelerators",
             f"trainer.device={device} asks for {train} to train and {rollout} more for rollout, {found}",
             "ask for fewer (trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_gpus_per_node)"
-            + (", run a CPU recipe (+platform=cpu +recipe=arithmetic)" if is_for_cpus(installed_vllm()) else "")
+            + (on_cpu if is_for_cpus(installed_vllm()) else "")
             + ", or join a Ray cluster (ray start, or ++ray_kwargs.ray_init.address=HOST:PORT)",
         )
 

@@ -18,22 +18,29 @@ def have_one(folder: Path) -> bool:
     return (folder / _TRACKER).exists()
 
 
-def check_own(trainer: Any, used: set[Path]) -> None:
+def check_own(trainer: Any, used: set[Path], run_dir: Path) -> str:
     """Whether a sweep's next point has its checkpoints for itself.
 
     Args:
         trainer: the section.
         used: folders of the points before; this one's is added.
+        run_dir: of the point.
+
+    Returns:
+        At the first point a warning if the later ones may not; else empty.
 
     Raises:
         ConfigError: it is the folder of an earlier point that wrote one there.
     """
+    key, fix = "trainer.default_local_dir", "write 'trainer.default_local_dir=${seamless.run_dir}/checkpoints'"
     folder = Path(trainer.default_local_dir).absolute()
     if folder in used and have_one(folder) and trainer.save_freq > 0:
         problem = "holds the checkpoints of an earlier point of the sweep, which this one would continue"
-        fix = "write 'trainer.default_local_dir=${seamless.run_dir}/checkpoints'"
-        raise ConfigError("trainer.default_local_dir", trainer.default_local_dir, problem, fix)
+        raise ConfigError(key, trainer.default_local_dir, problem, fix)
+    is_at_risk = not used and trainer.save_freq > 0 and not folder.is_relative_to(run_dir.absolute())
     used.add(folder)
+    given = f"{key}={trainer.default_local_dir}"
+    return f"if no swept key changes {given}, the points after this one are refused; {fix}" if is_at_risk else ""
 
 
 def mend_tracker(folder: Path) -> None:

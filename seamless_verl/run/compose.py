@@ -109,6 +109,22 @@ def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str,
                 raise ConfigError(f"+{group}", name, problem, "give yours another name")
 
 
+def check_packages(config: DictConfig, choices: Mapping[str, str | None]) -> None:
+    """Refuse a configuration of the user's whose keys Hydra has put below its group's name, where nobody reads them.
+
+    Args:
+        config: composed.
+        choices: the name chosen in each group.
+
+    Raises:
+        ConfigError: a file without its first line.
+    """
+    for group, section in (("recipe", "recipe"), ("platform", "platform"), ("seamless", "seamless.seamless")):
+        if choices.get(group) and OmegaConf.select(config, section) is not None:
+            problem = f"its keys stand under {section}.* and nobody reads them"
+            raise ConfigError(f"+{group}", choices[group], problem, "begin its file with '# @package _global_'")
+
+
 def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now: float, pid: int) -> list[str]:
     """The arguments for Hydra.
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from seamless_verl.agents.ties import die_with_parent
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError
 from seamless_verl.places import error_in_words, places_of
@@ -54,13 +57,15 @@ def _folder(module: str, cache: str | None) -> Path:
 
 
 def _build(module: str, cache: str | None, folder: Path) -> None:
-    """In a process of its own; it says how far it is."""
+    """In a process of its own, which says how far it is, and ends with this one."""
     sys.stdout.write("model and data of this recipe are not built yet; building them once:\n")
     sys.stdout.flush()
     command = [sys.executable, "-m", module, *(["--cache", cache] if cache else [])]
     # Threads that spin while they wait would starve whatever else runs on a small machine.
     with tempfile.TemporaryDirectory(prefix="sv-build-") as temporary:
-        code = subprocess.call(command, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TMPDIR": temporary})
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TMPDIR": temporary}
+        tie = partial(die_with_parent, os.getpid(), signal.SIGTERM)  # else it keeps the lock of the cache
+        code = subprocess.call(command, env=environment, preexec_fn=tie)
     if code or not folder.is_dir():
         raise ConfigError(_KEY, module, f"building ended with exit code {code}", "see above")
 

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -99,6 +100,7 @@ def add_arguments(
 
 def run(parsed: argparse.Namespace) -> int:
     """0: the attempt finished and left something to train; 1: it did not; 2: it could not be begun."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.path.insert(0, os.getcwd())  # modules of the user's are found as by `python -m seamless_verl.main`
     try:
         _check_options(parsed)
@@ -126,6 +128,7 @@ def _check_options(parsed: argparse.Namespace) -> None:
 
 def _run(parsed: argparse.Namespace, scratch: Path) -> int:
     config = _composed(parsed, scratch)
+    compose.check_packages(config, {"recipe": parsed.recipe})
     section: Any = OmegaConf.to_container(config.seamless, resolve=True)
     seamless = SeamlessConfig.from_mapping(section)
     if seamless.agent.runner is None:
@@ -231,6 +234,7 @@ async def _try(
             model=str(config["actor_rollout_ref"]["model"]["path"]),
             deadline_s=agent.deadline_s,
         )
+        tell(sys.stdout, f"session: base_url={job.base_url} api_key={job.api_key}")
         started = time.monotonic()
         report, failure = await _report(seamless, job)
         seconds = time.monotonic() - started

@@ -50,14 +50,14 @@ class Root:
     """All places below a folder, each watched from when it was first seen."""
 
     def __init__(self, folder: Path, tokenizer: Path | None, is_alive: Callable[[Path], bool]) -> None:
-        self._folder = folder
+        self.folder = folder
         self._tokenizer = tokenizer
         self._is_alive = is_alive
         self._known: dict[str, Watched] = {}
 
     def all(self) -> Iterable[Watched]:
         found = []
-        for place in places(self._folder):
+        for place in places(self.folder):
             if place.id not in self._known:
                 self._known[place.id] = Watched(place, self._tokenizer, self._is_alive)
             found.append(self._known[place.id])
@@ -154,7 +154,7 @@ def _greeting(root: Root, parsed: argparse.Namespace, url: str) -> str:
         return f"watch this run: {url}"
     num = sum(1 for _ in root.all())
     found = "1 run" if num == 1 else f"{num} runs" if num else "no run yet; the page shows those that come"
-    return f"watching {parsed.folder or 'runs/'} ({found}): {url}\nCtrl-C ends it; the run goes on"
+    return f"watching {root.folder.absolute()} ({found}): {url}\nCtrl-C ends it; the run goes on"
 
 
 async def _until_ended(*, of_run: bool) -> None:

@@ -467,7 +467,7 @@ def assert_the_curriculum_went_on(folder: Path, output: str) -> None:
     later = trained_sums(folder, 3) + trained_sums(folder, 4)
     assert len(set(later)) == len(later) == 32
     assert not {prompt for prompt in later if prompt in low and eval(prompt) % 2 == 0}
-    assert "both: pool 48 (16 left)" in output
+    assert "both: pool 48 (16 solved and taken out)" in output
     assert summary(folder)["curriculum"] == {"stage": "both", "epochs_ended": 1, "pool": 48, "left": 16}
     assert json.loads((folder / "curriculum.jsonl").read_text().splitlines()[0])["removed"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,30 @@ async def test_it_shows_the_conversation_the_reward_and_the_rows(tried: tuple[Pa
     assert "row 1 of 1: " in said
     assert " 512 of them trained (mask 1)" in said
     assert "    1 x 256 " in said
+
+
+async def test_the_session_is_told_before_the_attempt_and_a_killed_command_leaves_nothing(
+    tried: tuple[Path, list[str]],
+) -> None:
+    folder, options = tried
+    agent = folder / "my_task" / "agent.py"
+    agent.write_text(agent.read_text().replace("turns += 1\n", "__import__('time').sleep(600)\n"))
+    (temporary := folder / "tmp").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "seamless_verl.cli", "try", *options),
+        cwd=folder,
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    while not (told := (await process.stdout.readline()).decode()).startswith("session: "):
+        assert told, "it ended without the line"
+    assert re.fullmatch(r"session: base_url=http://127\.0\.0\.1:\d+/\S*v1 api_key=\S+\n", told), told
+    assert list(temporary.iterdir())
+    process.terminate()
+    await asyncio.wait_for(process.communicate(), 60)
+    assert not list(temporary.iterdir())
 
 
 async def test_it_renders_as_a_run_does_and_keeps_to_its_lengths(tried: tuple[Path, list[str]]) -> None:

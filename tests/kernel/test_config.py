@@ -6,6 +6,12 @@ from seamless_verl.config import SeamlessConfig, StalenessConfig
 from seamless_verl.errors import ConfigError
 
 
+@pytest.mark.parametrize("key", ["module", "cache", "dir"])
+def test_names_of_assets_are_texts(key):
+    with pytest.raises(ConfigError, match=f"seamless.assets.{key}=5: .* Fix: write a text, or null"):
+        SeamlessConfig.from_mapping({"assets": {key: 5}})
+
+
 def test_an_empty_section_is_the_one_step_lag():
     assert SeamlessConfig.from_mapping(None).staleness.eta == 1
 

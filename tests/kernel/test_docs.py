@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.run.compose import our_config_dir
@@ -18,7 +20,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BASES = (ROOT, ROOT / "examples", ROOT / "seamless_verl", ROOT / "tests")
 # What a page shows of a run folder, of another project or of another time is not here.
 ELSEWHERE = re.compile(r"RUN/|runs/|verl/|proxy/ID|rows/|logs/|/|flight/|checkpoints/|signals/")
-EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json"}
+FOLDERS = ("benchmarks", "examples", "recipes", "seamless_verl", "tests")
+EXAMPLES = {"tests/test_a.py", "benchmarks/mutants/NAME.json", "conf/recipe/mine.yaml", "usercustomize.py"}
+OURS = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 HISTORY = {ROOT / "CHANGELOG.md"}
 
 
@@ -36,6 +40,8 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
         return
     gone = {word for word in named_paths(text) if not any((base / word).exists() for base in (*BASES, page.parent))}
     assert not gone - EXAMPLES
+    bare = set(re.findall(r"`(\w+\.py)(?:::\w+)?`", text))
+    assert not bare - OURS - EXAMPLES
     modules = set(re.findall(r"\b(?:seamless_verl|benchmarks|tests)(?:\.\w+)+", text))
     assert not {name for name in modules if not is_module(name)}
 
@@ -45,6 +51,14 @@ def is_module(name: str) -> bool:
     package."""
     path = ROOT / re.sub(r"^seamless_verl\.(recipes|hydra_configs)\b", r"\1", name).replace(".", "/")
     return path.is_dir() or any(place.with_suffix(".py").is_file() for place in (path, path.parent, path.parent.parent))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_overrides_of_the_commands_that_a_page_shows_are_hydras_grammar(page: Path) -> None:
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    words = [word for block in blocks if "seamless_verl.main" in block for word in shlex.split(block, comments=True)]
+    overrides = [word for word in words if re.match(r"[+~]*[a-z][\w./]*=", word)]
+    OverridesParser.create().parse_overrides(overrides)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

@@ -102,7 +102,7 @@ class RunnerSettings:
         step_limit: model calls of one attempt; 0 is no limit here (the session's budget still holds).
         grade_timeout_s: part of the job's deadline kept for grading.
         max_concurrent: attempts at a time in this process, where `seamless.agent.max_concurrent` allows more; others
-            wait, and their deadline with them.
+            wait; their deadline starts when they do.
         protected_paths: patterns of files that an agent's patch may not change; such parts are dropped, and so are
             those that touch a file of the test patch or of the tests that have to pass. Yours replace these four.
         forward_env: variables of this process that the attempt's processes get, beside paths, locale and proxies.

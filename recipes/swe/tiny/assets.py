@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -148,9 +149,13 @@ def _build_into(folder: Path, recipe: Recipe, progress: Progress) -> None:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         ) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                said.append(line.rstrip())
-                progress(line.rstrip())
+            try:
+                for line in process.stdout:
+                    said.append(line.rstrip())
+                    progress(line.rstrip())
+            except BaseException:  # leaving waits for it
+                process.kill()
+                raise
         if process.returncode != 0:
             raise BuildFailed(f"status {process.returncode}: " + " | ".join(said[-12:]))
         temporary.rename(folder)
@@ -225,6 +230,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--recipe", default="{}", help="JSON with seed, train_size and the like, if not the defaults")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `_build_into` removes what it had
     recipe = Recipe(**json.loads(arguments.recipe))
     if arguments.into is not None:
         _build_here(arguments.into, recipe)

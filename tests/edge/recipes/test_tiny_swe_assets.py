@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("transformers", reason="the tokenizer and the model need transformers, which comes with verl")
@@ -213,3 +218,24 @@ def test_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert assets.default_cache() == tmp_path
     monkeypatch.delenv("SEAMLESS_CACHE")
     assert assets.default_cache() == Path.home() / ".cache" / "seamless_verl"
+
+
+def test_a_build_that_is_ended_leaves_neither_its_process_nor_half_a_folder(tmp_path: Path) -> None:
+    module = "import signal, sys; from pathlib import Path; Path(sys.argv[2]).mkdir(); print('begun', flush=True)"
+    (tmp_path / "builds.py").write_text(f"{module}; signal.pause()")
+    code = "from seamless_verl.recipes.swe.tiny import assets; assets._MODULE = 'builds'; assets.main()"
+    command = [sys.executable, "-c", code, "--cache", str(tmp_path)]
+    path = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path) as building:
+        assert building.stdout is not None
+        assert "begun" in [line.split()[-1] for line in islice(building.stdout, 2)]
+        assert list(tmp_path.rglob(".*.building-*"))
+        (builder,) = psutil.Process(building.pid).children()
+        building.terminate()
+        assert building.wait(60) == 143
+    try:
+        assert not builder.is_running()
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            builder.kill()
+    assert not list(tmp_path.rglob(".*.building-*"))

@@ -143,12 +143,15 @@ def test_pages_of_a_run_end_with_the_process_that_started_them(tmp_path: Path) -
 
 def test_the_command_prints_an_address_that_works_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     write_flight(tmp_path / "one")
-    command = [sys.executable, "-m", "seamless_verl.cli", "watch", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_PROXY": "*"}) as process:
+    command = [sys.executable, "-m", "seamless_verl.cli", "watch", "--port", "0"]
+    environment = {**os.environ, "NO_PROXY": "*", "SEAMLESS_RUNS": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            url = re.search(r"\(1 run\): (http://127\.0\.0\.1:\d+/\S{32}/)$", line)
+            url = re.match(
+                rf"watching {re.escape(str(tmp_path))} \(1 run\): (http://127\.0\.0\.1:\d+/\S{{32}}/)$", line
+            )
             assert url, line
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(url[1]) as answer:

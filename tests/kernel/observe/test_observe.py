@@ -131,7 +131,7 @@ def test_a_curriculum_is_on_the_step_line_in_a_file_and_in_the_summary(tmp_path)
     told = step(4, curriculum=progress).as_metrics()
     assert (told["curriculum/epochs_ended"], told["curriculum/pool_size"]) == (1, 5)
     assert "8 groups, 50% without advantage; 3 prompts left the pool, 0 came back, 5 remain" in stream.getvalue()
-    assert "math: pool 5 (3 left)" in stream.getvalue()
+    assert "math: pool 5 (3 solved and taken out)" in stream.getvalue()
     assert [record["removed"] for record in read_records(tmp_path / "curriculum.jsonl")] == [[4, 2, 7]]
     summary = summary_of([step(3), step(4, curriculum=progress)], [])
     assert summary["curriculum"] == {"stage": "math", "epochs_ended": 1, "pool": 5, "left": 3}

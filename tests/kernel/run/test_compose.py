@@ -5,6 +5,7 @@ import re
 import time
 from pathlib import Path
 
+import hydra
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException
@@ -220,6 +221,23 @@ def test_a_recipe_in_a_folder_beside_the_command_is_pointed_to(tmp_path, monkeyp
     for name, fix in (("my_task", "write --config-dir my_task."), ("swee", "write +recipe=swe.")):
         missing = MissingConfigException("", f"recipe/{name}", compose.known("recipe"))
         assert compose.explain(missing, []).endswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("group", "section"), [("recipe", "recipe"), ("platform", "platform"), ("seamless", "seamless.seamless")]
+)
+def test_a_configuration_without_its_first_line_is_refused(tmp_path, group, section):
+    (tmp_path / group).mkdir()
+    header, keys = "# @package _global_\n", "seamless: {staleness: {eta: 3}}\n"
+    (tmp_path / group / "bare.yaml").write_text(keys)
+    (tmp_path / group / "mine.yaml").write_text(header + keys)
+    (tmp_path / "main.yaml").write_text("trainer: {}\n")
+    with hydra.initialize_config_dir(str(tmp_path), version_base=None):
+        bare, mine = (hydra.compose("main", overrides=[f"+{group}={name}"]) for name in ("bare", "mine"))
+    compose.check_packages(mine, {group: "mine"})
+    compose.check_packages(bare, {group: None})  # verl has a section of that name, perhaps
+    with pytest.raises(ConfigError, match=rf"\+{group}=bare: its keys stand under {re.escape(section)}\.\*"):
+        compose.check_packages(bare, {group: "bare"})
 
 
 def test_another_missing_configuration_is_one_line_with_the_folders():
