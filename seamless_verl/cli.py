@@ -28,6 +28,7 @@ from seamless_verl.run.check_machine import (
     HOW_TO_INSTALL,
     SHARED_MEMORY,
     check_cluster,
+    check_plugin,
     check_verl,
     cluster_address,
     is_installed,
@@ -138,14 +139,10 @@ def _gpu_packages(accelerators: int) -> Iterator[Finding]:
 
 
 def _plugin() -> Finding:
-    names = {point.name for point in importlib.metadata.entry_points(group="verl.plugins")}
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
-    if "seamless_verl" not in names:
-        fix = "install the package (pip install -e .); a bare source folder has no entry points"
-        return Finding(what="verl plug-in", found="not registered", fix=fix, fatal=True)
-    if policy not in ("auto", "") and "seamless_verl" not in policy.split(","):
-        fix = "unset it or add seamless_verl to it"
-        return Finding(what="verl plug-in", found=f"off: VERL_USE_EXTERNAL_PLUGINS={policy}", fix=fix, fatal=True)
+    try:
+        check_plugin(os.environ)
+    except MachineError as error:
+        return Finding(what=error.what, found=error.found, fix=error.fix, fatal=True)
     return Finding(what="verl plug-in", found="registered")
 
 
