@@ -1,6 +1,7 @@
 """Override lists of verl's own example scripts compose to the same configuration plus ours, key by key."""
 
 import os
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,40 @@ def test_a_yaml_on_top_of_verls_composes_as_it_does_there(folder, tmp_path, comm
     assert (config.trainer.v1.trainer_mode, config.seamless.recipe) == ("seamless", "arithmetic")
     code, out, err = command("--config-path", tmp_path, "--config-name=my", "--cfg", "job", "-p", "trainer")
     assert OmegaConf.create(out).total_epochs == 3
+
+
+@pytest.mark.parametrize("defaults", ["[ppo_trainer, _self_]", "[ppo_trainer, seamless: default, _self_]"])
+def test_such_a_yaml_changes_keys_of_ours_and_recipes_and_the_command_line_change_them_after_it(
+    defaults, tmp_path, command
+):
+    (tmp_path / "my.yaml").write_text(
+        f"hydra: {{searchpath: ['pkg://verl.trainer.config']}}\ndefaults: {defaults}\n"
+        "seamless: {staleness: {eta: 3}, recipe: my, notes: [a, b], agent: {kwargs: {image: 'x:1'}}, run_dir: /old}\n"
+    )
+    words = ("--config-path", tmp_path, "--config-name=my", "--cfg", "job", "-p", "seamless")
+    code, out, err = command(*words)
+    assert code == 0, err
+    found = OmegaConf.create(out)
+    assert (found.staleness.eta, found.recipe, found.notes, found.agent.kwargs.image) == (
+        3,
+        "my",
+        ["a", "b"],
+        "x:1",
+    )
+    assert found.staleness.policy == "reserve", "what it does not say is ours"
+    assert "run_dir: ${hydra:runtime.output_dir}\n" in out
+    _, out, _ = command(*words, "+recipe=swe", "seamless.staleness.eta=2")
+    assert (OmegaConf.create(out).staleness.eta, OmegaConf.create(out).recipe) == (2, "swe")
+
+
+def test_the_configuration_of_a_run_composes_to_the_same_but_for_what_is_filled_in(on_machine, command):
+    words = ("+recipe=swe", "seamless.staleness.eta=3", "trainer.total_epochs=5")
+    started = on_machine(*words, cards=2)
+    code, out, err = command("--config-path", started.folder, "--config-name=config", "+platform=gpu", "--cfg", "job")
+    assert code == 0, err
+    first, second = (OmegaConf.load(file) for file in (started.folder / "config.yaml", StringIO(out)))
+    first.seamless.run_dir, first.seamless.assets.dir = "${hydra:runtime.output_dir}", None
+    assert OmegaConf.to_container(first) == OmegaConf.to_container(second)
 
 
 @pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
