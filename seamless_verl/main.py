@@ -121,7 +121,7 @@ class _Command:
     def _run_point(self, config: DictConfig) -> int:
         """Its exit code."""
         hydra_runtime = HydraConfig.get().runtime
-        sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
+        sources = [(source.provider, source.schema, source.path) for source in hydra_runtime.config_sources]
         compose.check_hidden(hydra_runtime.choices, sources)
         asked_devices(config)  # first: a recipe's slices are written in these numbers
         section = OmegaConf.to_container(config.seamless, resolve=True)

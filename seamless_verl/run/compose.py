@@ -7,12 +7,13 @@ which `python -m verl.trainer.main_ppo` accepts composes here to the same config
 from __future__ import annotations
 
 import difflib
+import importlib.resources
 import importlib.util
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +100,24 @@ def register_ours() -> None:
     OmegaConf.register_new_resolver("seamless_known", lambda group: " | ".join(known(group)), replace=True)
 
 
-def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str, str]]) -> None:
+def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str, str, str]]) -> None:
     """Refuse a chosen configuration of ours that hides one of the user's.
 
     Args:
         choices: Hydra's; the name chosen in each group.
-        sources: provider and folder of each place where Hydra looks, in its order.
+        sources: provider, scheme and folder or package of each place where Hydra looks, in its order.
 
     Raises:
         ConfigError: a folder behind ours has a configuration of that name.
     """
-    providers = [provider for provider, _ in sources]
-    for _, folder in sources[providers.index(_PROVIDER) + 1 :]:
+    providers = [provider for provider, _, _ in sources]
+    for _, scheme, folder in sources[providers.index(_PROVIDER) + 1 :]:
+        place = None
+        with suppress(ImportError, TypeError, ValueError):  # a package that Hydra has not found either
+            place = importlib.resources.files(folder) if scheme == "pkg" else Path(folder)
         for group in GROUPS:
             name = choices.get(group)
-            if name in known(group) and (Path(folder) / group / f"{name}.yaml").is_file():
+            if place and name in known(group) and (place / group / f"{name}.yaml").is_file():
                 problem = f"is a configuration of ours, which hides that in {folder}"
                 raise ConfigError(f"+{group}", name, problem, "give yours another name")
 

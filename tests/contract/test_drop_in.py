@@ -256,14 +256,20 @@ def test_a_recipe_of_the_users_is_found_beside_ours(names_it, tmp_path, command)
     assert err.endswith("Fix: write +recipe=mine.\n")
 
 
-@pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
-def test_a_recipe_of_the_users_that_ours_hides_is_refused(names_it, tmp_path, command):
+@pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']", "pkg"])
+def test_a_recipe_of_the_users_that_ours_hides_is_refused(names_it, tmp_path, command, monkeypatch):
+    where = str(tmp_path)
+    if names_it == "pkg":
+        (tmp_path / "their_package").mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        tmp_path, where, names_it = tmp_path / "their_package", "their_package", "hydra.searchpath=['pkg://{}']"
+        (tmp_path / "__init__.py").touch()
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "swe.yaml").write_text("# @package _global_\nseamless: {recipe: mine}\n")
-    code, _, err = command(names_it.format(tmp_path), "+recipe=swe", "trainer.nnodes=-3")
+    code, _, err = command(names_it.format(where), "+recipe=swe", "trainer.nnodes=-3")
     assert code == 2
-    assert f"hides that in {tmp_path}" in err
-    _, _, err = command(names_it.format(tmp_path), "+recipe=arithmetic", "trainer.nnodes=-3")
+    assert f"hides that in {where}" in err
+    _, _, err = command(names_it.format(where), "+recipe=arithmetic", "trainer.nnodes=-3")
     assert err.startswith("error: trainer.nnodes=-3")
 
 
