@@ -7,6 +7,7 @@ on it, neither of which network file systems keep (sqlite.org/wal.html).
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 import shutil
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from seamless_verl.errors import ConfigError
+import seamless_verl
+from seamless_verl.errors import ConfigError, MachineError
 
 BIND_ERRORS = (OSError, OverflowError, UnicodeError)
 """What binding a socket raises: of the system, of a port above 65535, of a host name that is no name."""
@@ -55,6 +57,19 @@ class Machine:
     disk_free: int
     shared_memory_free: int
     accelerator_memory: int = 0
+
+
+def check_whole() -> None:
+    """Raise where the folder of the command, which ``python -m`` looks into first, hides the installed package."""
+    if getattr(seamless_verl, "__file__", None) is None:
+        found, other = "the folder you are in holds a clone called seamless_verl/", "rename the clone"
+    elif importlib.util.find_spec("seamless_verl.hydra_configs") is None:
+        found, other = "the folder you are in is a clone, from which nothing is installed", "pip install -e ."
+    else:
+        return
+    raise MachineError(
+        "seamless_verl", f"{found}; it hides the installed package", f"start in another folder, or {other}"
+    )
 
 
 def survey(folder: Path) -> Machine:

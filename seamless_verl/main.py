@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from seamless_verl.checked import asked_devices
 from seamless_verl.config import TRAINER_MODE, SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.machine import Machine, survey, told_of_journal
+from seamless_verl.machine import Machine, check_whole, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, read_records
 from seamless_verl.run import capacity, check_combinations, check_machine, checkpoints, compose, preflight
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = Path(os.environ.get("SEAMLESS_RUNS", "runs"))
     command = None
     try:
+        check_whole()
         check_machine.check_verl()
         machine = survey(runs.absolute())
         platform = check_machine.platform_of(machine, arguments)
