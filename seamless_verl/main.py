@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from seamless_verl.checked import asked_devices
 from seamless_verl.config import TRAINER_MODE, SeamlessConfig
 from seamless_verl.errors import ConfigError, SeamlessError
-from seamless_verl.machine import Machine, survey, told_of_journal
+from seamless_verl.machine import Machine, check_whole, survey, told_of_journal
 from seamless_verl.observe.recording import FLIGHT
 from seamless_verl.observe.reporter import STEPS, read_records
 from seamless_verl.observe.run_folder import SUMMARY
@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = Path(os.environ.get("SEAMLESS_RUNS", "runs"))
     command = None
     try:
+        check_whole()
+        check_machine.check_verl()
         machine = survey(runs.absolute())
         platform = check_machine.platform_of(machine, arguments)
         hydra_arguments = compose.hydra_arguments(arguments, platform=platform, runs=runs, now=started, pid=os.getpid())
@@ -123,7 +125,7 @@ class _Command:
     def _run_point(self, config: DictConfig) -> int:
         """Its exit code."""
         hydra_runtime = HydraConfig.get().runtime
-        sources = [(source.provider, source.path) for source in hydra_runtime.config_sources]
+        sources = [(source.provider, source.schema, source.path) for source in hydra_runtime.config_sources]
         compose.check_hidden(hydra_runtime.choices, sources)
         compose.check_packages(config, hydra_runtime.choices)
         asked_devices(config)  # first: a recipe's slices are written in these numbers

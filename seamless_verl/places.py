@@ -6,11 +6,14 @@ since agents' processes import it.
 
 from __future__ import annotations
 
+import importlib.util
 import linecache
 import re
 import sysconfig
 import traceback
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
@@ -19,8 +22,10 @@ _MOST_PLACES = 3
 _PACKAGE = Path(__file__).parent
 # What is below one of these is not the user's, but for recipes, which are written as a user would write them.
 _LIBRARIES = tuple(
-    f"{folder}/" for folder in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")} | {str(_PACKAGE)}
+    f"{folder}/" for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _PACKAGE)
 )
+_INSTALLED = re.compile(r"/(site|dist)-packages(/|$)")  # of this environment, the one below it, the user's own folder
+_CLONED = ("verl", "vllm", "torch", "ray")  # often clones, installed for editing
 _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>\S+)(?:\n\s+(?P<code>[^\n]+))?')
 _OF_TRACEBACK = re.compile(r"File |Traceback|\^+|~+")
 
@@ -50,7 +55,25 @@ def places_of(error: BaseException, *, only_own: bool = False) -> tuple[str, ...
 
 def is_own(file: str) -> bool:
     """Whether a file is code of the user's, also that of a recipe."""
-    return not file.startswith(("<", *_LIBRARIES)) or file.startswith(f"{_PACKAGE}/recipes/")
+    if file.startswith(f"{_PACKAGE}/recipes/"):
+        return True
+    return not (is_installed(file) or file.startswith(("<", *_LIBRARIES, *_clones())))
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file or a folder was put there by an installer."""
+    return _INSTALLED.search(path) is not None
+
+
+@cache
+def _clones() -> tuple[str, ...]:
+    """Folders of `_CLONED`, which are not imported."""
+    folders = []
+    for name in _CLONED:
+        with suppress(ImportError, ValueError):  # of a module without a spec
+            spec = importlib.util.find_spec(name)
+            folders += [f"{Path(spec.origin).parent}/"] if spec is not None and spec.origin else []
+    return tuple(folders)
 
 
 def places_of_stack(frame: FrameType | None, *, only_own: bool = False) -> tuple[str, ...]:

@@ -23,13 +23,15 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from seamless_verl.agents.agent_pool import OWNER, AgentPool, JobTimedOut, WorkerDied, serve, take_pipes
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused, checked_reward
 from seamless_verl.agents.ties import die_with_owner
 from seamless_verl.errors import ConfigError, meant
-from seamless_verl.places import error_in_words, places_of
+from seamless_verl.places import error_in_words, is_installed, places_of
 
 _KEY = "seamless.agent.kwargs"
 _GRADE_S = 60.0  # for the reward of an attempt that left no outcome
@@ -50,9 +52,9 @@ class FunctionRunner:
     def __init__(self, *, agent: str, reward: str, processes: int = 1, threads: int = 32) -> None:
         self.max_concurrent = processes * threads  # more jobs are not admitted: in the pool their deadline would run
         command = (sys.executable, "-m", __name__, agent, reward)
-        # Workers find the functions where this process does. Folders of its interpreter are left out: another one that
+        # Workers find the functions where this process does. What its interpreter brings is left out: another one that
         # an agent starts (for the tests of a project) must not look there.
-        path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path if not _OWN.match(entry))}
+        path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path if not _is_brought(entry))}
         self._pool = AgentPool(command, processes=processes, threads=threads, environment=path)
 
     @staticmethod
@@ -102,6 +104,21 @@ class FunctionRunner:
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+def _is_brought(entry: str) -> bool:
+    """Whether an interpreter like this one has it in its path by itself."""
+    if _OWN.match(entry):
+        return True
+    if entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # also where it is installed, e.g. by pip --target
+        return False
+    return is_installed(entry) or entry in _of_editable_installs(tuple(sys.path))
+
+
+@cache
+def _of_editable_installs(path: tuple[str, ...]) -> set[str]:
+    files = [file for folder in path if is_installed(folder) for file in Path(folder).glob("*.pth")]
+    return {line.strip() for file in files for line in file.read_text(errors="replace").splitlines()}
 
 
 def _function(key: str, name: str) -> Callable[..., Any]:

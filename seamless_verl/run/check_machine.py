@@ -23,11 +23,12 @@ import psutil
 from seamless_verl.checked import asked_devices, value_of, whole_number
 from seamless_verl.config import TRAINER_MODE, SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError, meant
-from seamless_verl.machine import Machine, bind_error, bind_refused, port_is_free
+from seamless_verl.machine import ANY_VERL, Machine, bind_error, bind_refused, fits_verl, port_is_free
 
 RAY_INIT = "ray_kwargs.ray_init"
 ADDRESS = f"{RAY_INIT}.address"
 VARIABLE = "RAY_ADDRESS"
+PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
 _OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "object_store_memory", "labels")
 _ANSWER_S = 5.0
 _GIB = 1 << 30
@@ -85,6 +86,29 @@ def cluster_address(given: str | None) -> str | None:
         with contextlib.suppress(OSError):  # no ``ray start`` on this machine
             address = address_file().read_text(encoding="utf-8").strip() or address
     return address if address and address != "local" else None
+
+
+def check_verl() -> None:
+    """Raise on a verl that this package is not written for; it is not imported, and one that is not there passes."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        return
+    file = Path(spec.origin).parent / "version" / "version"  # not the metadata: PYTHONPATH may lead to another one
+    version = file.read_text(encoding="utf-8").strip() if file.is_file() else "unknown"
+    if not fits_verl(version):
+        fix = f"pip install verl==0.9.1, or try this one: {ANY_VERL}=1"
+        raise MachineError("verl", f"{version} at {file.parents[1]}; this package changes 0.9.1 in many places", fix)
+
+
+def check_plugin(environment: Mapping[str, str]) -> None:
+    """Raise where verl would not load our plug-in in a process (verl 0.9.1: the end of ``verl/__init__.py``)."""
+    if "seamless_verl" not in {point.name for point in importlib.metadata.entry_points(group="verl.plugins")}:
+        fix = "install the package (pip install -e .); a bare source folder has no entry points"
+        raise MachineError("verl plug-in", "not registered", fix)
+    given = environment.get(PLUGINS, "auto")
+    policy = given.strip().lower()
+    if policy != "auto" and "seamless_verl" not in map(str.strip, policy.split(",")):
+        raise MachineError("verl plug-in", f"off: {PLUGINS}={given}", "unset it, or add seamless_verl to it")
 
 
 def check_cluster(settings: Mapping[str, Any]) -> None:
@@ -288,6 +312,11 @@ def check_packages(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
         _check_attention(config)
 
 
+def worker_variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """The environment that Ray's workers will have, as far as the user says it."""
+    return {**os.environ, **(value_of(config, f"{RAY_INIT}.runtime_env.env_vars", None) or {})}
+
+
 def check_tracker(config: Mapping[str, Any]) -> None:
     """Raise on a tracker that verl does not know, or whose package is missing: it looks when all models are loaded
     (verl 0.9.1: ``PPOTrainer.fit``); and where wandb would ask for a key that nobody can type, without a terminal.
@@ -300,7 +329,7 @@ def check_tracker(config: Mapping[str, Any]) -> None:
         if (module := _TRACKERS[name]) and not is_installed(module):
             fix = f"install it (pip install {module}), or leave {name} out"
             raise ConfigError("trainer.logger", name, f"needs {module}, which is not installed", fix)
-    environment = {**os.environ, **(value_of(config, f"{RAY_INIT}.runtime_env.env_vars", None) or {})}
+    environment = worker_variables(config)
     if not {"wandb", "tracking"} & set(loggers) or any(map(environment.get, _WANDB)):
         return
     host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""

@@ -7,6 +7,7 @@ which `python -m verl.trainer.main_ppo` accepts composes here to the same config
 from __future__ import annotations
 
 import difflib
+import importlib.resources
 import importlib.util
 import os
 import re
@@ -18,11 +19,13 @@ from typing import Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
+from seamless_verl.config import TRAINER_MODE
 from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import identity, is_alive
 
@@ -70,6 +73,11 @@ def known(group: str) -> list[str]:
 
 
 _PROVIDER = "seamless_verl"
+# verl's configuration has a mode of its own; the rest is filled in, and would come along from a run's ``config.yaml``.
+_BEHIND = {
+    "trainer": {"v1": {"trainer_mode": TRAINER_MODE}},
+    "seamless": {"run_dir": "${hydra:runtime.output_dir}", "assets": {"dir": None}},
+}
 
 
 class OurConfigurations(SearchPathPlugin):
@@ -85,26 +93,36 @@ class OurConfigurations(SearchPathPlugin):
 
 
 def register_ours() -> None:
-    """Make Hydra find our configurations, and our help text what it lists, in this process."""
+    """Make Hydra find our configurations, and our help text what it lists, in this process.
+
+    Our section is composed with Hydra's own, in front of the primary configuration, so that one of the user's has the
+    last word on it; what ``+GROUP=NAME`` names comes behind that. `_BEHIND` is what must.
+    """
     Plugins.instance().register(OurConfigurations)
+    section = OmegaConf.load(our_config_dir() / "seamless" / "default.yaml")
+    ConfigStore.instance().store("seamless", section, group="hydra/env", package="_global_")
+    ConfigStore.instance().store("seamless", _BEHIND, group="trainer_mode", package="_global_")
     OmegaConf.register_new_resolver("seamless_known", lambda group: " | ".join(known(group)), replace=True)
 
 
-def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str, str]]) -> None:
+def check_hidden(choices: Mapping[str, str | None], sources: Sequence[tuple[str, str, str]]) -> None:
     """Refuse a chosen configuration of ours that hides one of the user's.
 
     Args:
         choices: Hydra's; the name chosen in each group.
-        sources: provider and folder of each place where Hydra looks, in its order.
+        sources: provider, scheme and folder or package of each place where Hydra looks, in its order.
 
     Raises:
         ConfigError: a folder behind ours has a configuration of that name.
     """
-    providers = [provider for provider, _ in sources]
-    for _, folder in sources[providers.index(_PROVIDER) + 1 :]:
+    providers = [provider for provider, _, _ in sources]
+    for _, scheme, folder in sources[providers.index(_PROVIDER) + 1 :]:
+        place = None
+        with suppress(ImportError, TypeError, ValueError):  # a package that Hydra has not found either
+            place = importlib.resources.files(folder) if scheme == "pkg" else Path(folder)
         for group in GROUPS:
             name = choices.get(group)
-            if name in known(group) and (Path(folder) / group / f"{name}.yaml").is_file():
+            if place and name in known(group) and (place / group / f"{name}.yaml").is_file():
                 problem = f"is a configuration of ours, which hides that in {folder}"
                 raise ConfigError(f"+{group}", name, problem, "give yours another name")
 
@@ -151,8 +169,7 @@ def hydra_arguments(arguments: Sequence[str], *, platform: str, runs: Path, now:
     if not _sets(arguments, "hydra.sweep.dir"):
         ours.append(f"hydra.sweep.dir={quoted(runs / name)}")
     ours += ["hydra.job.chdir=false", "hydra.output_subdir=.hydra"]
-    if chosen["seamless"] is None:
-        ours.append("+seamless=default")
+    ours += ["hydra/env=seamless", "+trainer_mode=seamless"]  # `register_ours`
     if chosen["platform"] is None:
         ours.append(f"+platform={platform}")
     return [*flags, *ours, *overrides]

@@ -39,7 +39,10 @@ def check_settings(config: Mapping[str, Any], seamless: SeamlessConfig, machine:
     if value_of(config, "actor_rollout_ref.rollout.name", None) is None:
         raise ConfigError("actor_rollout_ref.rollout.name", "null", "is not set", "write vllm")
     warnings = check_batches.check_estimator(config, seamless)
-    if config["trainer"]["v1"]["trainer_mode"] == TRAINER_MODE:
+    is_ours = config["trainer"]["v1"]["trainer_mode"] == TRAINER_MODE
+    if is_ours or seamless.shared_prefix != "off" or value_of(config, "trainer.device") == "cpu":
+        check_machine.check_plugin(check_machine.worker_variables(config))
+    if is_ours:
         check_combinations.check_layout(config, seamless)
         check_batches.check_batches(config)
         warnings += check_batches.check_schedules(config)

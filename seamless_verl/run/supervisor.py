@@ -55,6 +55,8 @@ _SECOND_LOOK_S = 0.2
 _FAR_SWEEP_S = 120.0
 _SIGN_S = 30.0  # between two signs of life (`compose.run_is_alive`), which the sweep may delay
 _CLUSTER = "RAY_ADDRESS"
+# Under `uv run` Ray's hook breaks verl's ray.init; verl (0.9.1: verl/__init__.py) sets this, too late after Ray.
+_UNLESS_SET = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 
 
 def run_trainer(
@@ -115,7 +117,7 @@ def _interrupts() -> tuple[signal.Signals, ...]:
 
 def _environment(added: Mapping[str, str | None], run_id: str, ray_dir: Path) -> dict[str, str]:
     own = {RUN_ID: run_id, "SEAMLESS_RAY_DIR": str(ray_dir), "TMPDIR": str(ray_dir), _KEEP_ENVIRONMENT: "1"}
-    wanted: dict[str, str | None] = {**os.environ, **added, **own}
+    wanted: dict[str, str | None] = {**_UNLESS_SET, **os.environ, **added, **own}
     return {name: value for name, value in wanted.items() if value is not None}
 
 
@@ -277,7 +279,7 @@ def sweep_node(run_id: str, since: float, journals: str) -> str:
 def _sweep_cluster(run_id: str, since: float, journals: str, address: str, interrupts: Sequence[int]) -> None:
     """`sweep_node` on each node of a joined Ray cluster; what remains there is said. An interrupt ends it."""
     command = [sys.executable, "-m", "seamless_verl.verl_adapter.far_sweep", run_id, repr(since), journals]
-    env = {**os.environ, _CLUSTER: address}
+    env = {**_UNLESS_SET, **os.environ, _CLUSTER: address}
     apart, nothing = partial(_apart, os.getpid()), subprocess.DEVNULL
     far = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, preexec_fn=apart)
     until, seen = time.monotonic() + _FAR_SWEEP_S, len(interrupts)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from seamless_verl.errors import SeamlessError
+from seamless_verl.machine import ANY_VERL
 from seamless_verl.observe.reporter import tell
 from seamless_verl.run.check_machine import cluster_address
 from seamless_verl.run.checkpoints import have_one
@@ -306,10 +307,11 @@ def _start_ray(config: Any, environment: dict[str, Any]) -> None:
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
     if INTERPRETER in os.environ:
         environment["py_executable"] = shlex.quote(os.environ[INTERPRETER])
-    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left, nor
-    # how long a transfer of weights may wait.
-    told = {key: value for key, value in os.environ.items() if key in MARKS or key.startswith("SEAMLESS_TRANSFER_")}
-    merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": told}, environment, own))
+    # Workers of a cluster that was there before do not inherit the mark by which the supervisor ends what is left, how
+    # long a transfer of weights may wait, nor what our plug-in reads.
+    names = [name for name in os.environ if name in (*MARKS, ANY_VERL) or name.startswith("SEAMLESS_TRANSFER_")]
+    passed_on = {name: os.environ[name] for name in names}
+    merged: Any = OmegaConf.to_container(OmegaConf.merge({"env_vars": passed_on}, environment, own))
     os.environ.update(merged.get("env_vars", {}))  # this process is the trainer: it runs under the workers' settings
     if cluster_address(settings.get("address")) is None:
         settings.setdefault("_temp_dir", os.environ.get("SEAMLESS_RAY_DIR"))  # where the supervisor looks for logs

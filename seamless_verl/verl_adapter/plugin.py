@@ -12,6 +12,7 @@ import sys
 from types import ModuleType
 
 from seamless_verl.config import TRAINER_MODE
+from seamless_verl.machine import ANY_VERL, fits_verl
 
 AGENT_LOOP_NAME = "seamless_agent"
 
@@ -33,6 +34,12 @@ def _register_policy_loss(core_algos: ModuleType) -> None:
 
 
 def _load() -> None:
+    version = getattr(sys.modules.get("verl"), "__version__", "0.9.1")  # else loaded by itself, before verl
+    if not fits_verl(version):  # its own trainers, which may not know us at all, must go on working
+        if "RAY_RAYLET_PID" not in os.environ:  # each of Ray's workers comes by here
+            told = f"written for verl 0.9.1, this is {version}; nothing of verl is changed ({ANY_VERL}=1 tries it)"
+            sys.stderr.write(f"seamless_verl: {told}\n")
+        return
     import wrapt
 
     from seamless_verl.verl_adapter.workarounds import VERL, VERL_ON_CPU, install

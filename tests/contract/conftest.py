@@ -16,6 +16,7 @@ os.environ["VERL_PLATFORM"] = "cpu"
 # Ray gives its workers the lowest priority but four: beside another test's browser six of them take minutes to start.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 if "SEAMLESS_VERL" in os.environ:
+    os.environ["SEAMLESS_ANY_VERL"] = "1"
     sys.path.insert(0, os.environ["SEAMLESS_VERL"])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
 

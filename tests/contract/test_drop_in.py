@@ -1,6 +1,7 @@
 """Override lists of verl's own example scripts compose to the same configuration plus ours, key by key."""
 
 import os
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,40 @@ def test_a_yaml_on_top_of_verls_composes_as_it_does_there(folder, tmp_path, comm
     assert OmegaConf.create(out).total_epochs == 3
 
 
+@pytest.mark.parametrize("defaults", ["[ppo_trainer, _self_]", "[ppo_trainer, seamless: default, _self_]"])
+def test_such_a_yaml_changes_keys_of_ours_and_recipes_and_the_command_line_change_them_after_it(
+    defaults, tmp_path, command
+):
+    (tmp_path / "my.yaml").write_text(
+        f"hydra: {{searchpath: ['pkg://verl.trainer.config']}}\ndefaults: {defaults}\n"
+        "seamless: {staleness: {eta: 3}, recipe: my, notes: [a, b], agent: {kwargs: {image: 'x:1'}}, run_dir: /old}\n"
+    )
+    words = ("--config-path", tmp_path, "--config-name=my", "--cfg", "job", "-p", "seamless")
+    code, out, err = command(*words)
+    assert code == 0, err
+    found = OmegaConf.create(out)
+    assert (found.staleness.eta, found.recipe, found.notes, found.agent.kwargs.image) == (
+        3,
+        "my",
+        ["a", "b"],
+        "x:1",
+    )
+    assert found.staleness.policy == "reserve", "what it does not say is ours"
+    assert "run_dir: ${hydra:runtime.output_dir}\n" in out
+    _, out, _ = command(*words, "+recipe=swe", "seamless.staleness.eta=2")
+    assert (OmegaConf.create(out).staleness.eta, OmegaConf.create(out).recipe) == (2, "swe")
+
+
+def test_the_configuration_of_a_run_composes_to_the_same_but_for_what_is_filled_in(on_machine, command):
+    words = ("+recipe=swe", "seamless.staleness.eta=3", "trainer.total_epochs=5")
+    started = on_machine(*words, cards=2)
+    code, out, err = command("--config-path", started.folder, "--config-name=config", "+platform=gpu", "--cfg", "job")
+    assert code == 0, err
+    first, second = (OmegaConf.load(file) for file in (started.folder / "config.yaml", StringIO(out)))
+    first.seamless.run_dir, first.seamless.assets.dir = "${hydra:runtime.output_dir}", None
+    assert OmegaConf.to_container(first) == OmegaConf.to_container(second)
+
+
 @pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
 def test_a_recipe_of_the_users_is_found_beside_ours(names_it, tmp_path, command):
     (tmp_path / "recipe").mkdir()
@@ -221,14 +256,20 @@ def test_a_recipe_of_the_users_is_found_beside_ours(names_it, tmp_path, command)
     assert err.endswith("Fix: write +recipe=mine.\n")
 
 
-@pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
-def test_a_recipe_of_the_users_that_ours_hides_is_refused(names_it, tmp_path, command):
+@pytest.mark.parametrize("names_it", ["--config-dir={}", "hydra.searchpath=['file://{}']", "pkg"])
+def test_a_recipe_of_the_users_that_ours_hides_is_refused(names_it, tmp_path, command, monkeypatch):
+    where = str(tmp_path)
+    if names_it == "pkg":
+        (tmp_path / "their_package").mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        tmp_path, where, names_it = tmp_path / "their_package", "their_package", "hydra.searchpath=['pkg://{}']"
+        (tmp_path / "__init__.py").touch()
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "swe.yaml").write_text("# @package _global_\nseamless: {recipe: mine}\n")
-    code, _, err = command(names_it.format(tmp_path), "+recipe=swe", "trainer.nnodes=-3")
+    code, _, err = command(names_it.format(where), "+recipe=swe", "trainer.nnodes=-3")
     assert code == 2
-    assert f"hides that in {tmp_path}" in err
-    _, _, err = command(names_it.format(tmp_path), "+recipe=arithmetic", "trainer.nnodes=-3")
+    assert f"hides that in {where}" in err
+    _, _, err = command(names_it.format(where), "+recipe=arithmetic", "trainer.nnodes=-3")
     assert err.startswith("error: trainer.nnodes=-3")
 
 

@@ -287,6 +287,17 @@ def test_the_journals_of_a_killed_trainer_go_from_where_the_user_wants_them(tmp_
     assert [folder.name for folder in scratch.iterdir()] == [f"{APART}another"]
 
 
+@pytest.mark.parametrize("given", ["", "1"])
+def test_rays_hook_for_uv_run_is_off_in_what_imports_ray_before_verl_unless_the_user_wants_it(tmp_path, given):
+    hook = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+    told = tmp_path / "told"
+    program = ENDED.replace("{}, ()", "{'RAY_ADDRESS': 'nowhere:1'}, ()")
+    environment = {name: value for name, value in os.environ.items() if name != hook} | ({hook: given} if given else {})
+    command = [sys.executable, "-c", program, str(tmp_path), f'echo "${hook}" >> {told}']
+    subprocess.run(command, timeout=60, env=environment)
+    assert told.read_text().splitlines() == 2 * [given or "0"], "the trainer and the sweep of other nodes"
+
+
 WAITING = """
 import sys
 from pathlib import Path

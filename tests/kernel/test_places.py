@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,35 @@ def test_the_lines_of_another_process_are_found_in_what_ray_quotes() -> None:
     assert places_of(error) == ('/home/me/reward.py:9 in score: return answers["the_answer"]',)
     assert error_in_words(error) == "KeyError: 'the_answer'"
     assert error_in_words(ValueError("first\nsecond")) == "ValueError: first"
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "/home/me/.local/lib/python3.11/site-packages/vllm/engine.py",
+        "/usr/lib/python3/dist-packages/torch/nn.py",
+        "/opt/base/lib/python3.11/site-packages/ray/worker.py",
+    ],
+)
+def test_what_is_installed_is_not_the_users_wherever_it_is(library: str) -> None:
+    assert not places.is_own(library)
+    assert places.is_own(library.replace("-packages", "_packages"))
+
+
+def test_a_clone_of_verl_that_was_installed_for_editing_is_not_the_users_but_what_lies_beside_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "verl"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "verl", raising=False)
+    places._clones.cache_clear()
+    try:
+        assert not places.is_own(str(package / "trainer" / "main_ppo.py"))
+        assert places.is_own(str(tmp_path / "my_task" / "reward.py"))
+    finally:
+        places._clones.cache_clear()
 
 
 def test_recipes_count_as_the_users() -> None:

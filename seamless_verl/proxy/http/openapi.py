@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from seamless_verl import __version__
+import seamless_verl
 from seamless_verl.proxy.dialects.anthropic_body import CountRequest, MessagesRequest
 from seamless_verl.proxy.dialects.chat import ChatRequest
 from seamless_verl.proxy.dialects.completions import CompletionRequest
@@ -101,7 +101,7 @@ def describe() -> dict[str, Any]:
         paths[path] = {"get": {"responses": {"200": {"description": "no key is needed"}}}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "seamless_verl proxy", "version": __version__},
+        "info": {"title": "seamless_verl proxy", "version": seamless_verl.__version__},
         "paths": paths,
         "components": {
             "schemas": shared.get("$defs", {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from seamless_verl.agents.agent_pool import JobFailed, JobTimedOut
 from seamless_verl.agents.contract import AgentJob, AgentReport, AgentStatus, RewardRefused
 from seamless_verl.agents.function_runner import FunctionRunner
 
+INSTALLED = (".local/lib/python3.11/site-packages", "usr/lib/python3/dist-packages")
 TASK = """
 import asyncio, os, subprocess, sys, threading
 server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]); print("for people", flush=True)
@@ -52,7 +54,22 @@ def score(task, outcome):
 @pytest.fixture
 async def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FunctionRunner]:
     (tmp_path / "their_task.py").write_text(TASK)
-    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "clone").mkdir()
+    for name in INSTALLED:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "editable.pth").write_text(f"# a comment\nimport sys\n{tmp_path / 'clone'}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "target" / "site-packages"), prepend=os.pathsep)
+    monkeypatch.setattr(
+        sys,
+        "path",
+        [
+            str(tmp_path),
+            str(tmp_path / "target" / "site-packages"),
+            *sys.path,
+            *(str(tmp_path / n) for n in (*INSTALLED, "clone")),
+        ],
+    )
     runner = FunctionRunner(agent="their_task.attempt", reward="their_task.score", threads=1)
     yield runner
     pids = runner._pool.pids
@@ -118,5 +135,6 @@ async def test_another_python_that_an_attempt_starts_does_not_find_the_trainers_
     runner: FunctionRunner, tmp_path: Path
 ) -> None:
     found = (await run(runner, "tells its path")).detail.split("|")[1].split(os.pathsep)
-    assert found[0] == str(tmp_path)
+    assert found[:2] == [str(tmp_path), str(tmp_path / "target" / "site-packages")]
+    assert not {str(tmp_path / name) for name in (*INSTALLED, "clone")} & set(found)
     assert not {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} & set(found)

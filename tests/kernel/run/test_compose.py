@@ -24,7 +24,7 @@ def arguments(*user: str, runs: Path = RUNS) -> list[str]:
 
 def test_ours_come_before_the_users_so_that_the_user_has_the_last_word():
     made = arguments("trainer.total_epochs=3", "+recipe=swe")
-    assert made.index("+seamless=default") < made.index("+platform=cpu") < made.index("trainer.total_epochs=3")
+    assert made.index("+trainer_mode=seamless") < made.index("+platform=cpu") < made.index("trainer.total_epochs=3")
     assert made[-2:] == ["trainer.total_epochs=3", "+recipe=swe"]
 
 

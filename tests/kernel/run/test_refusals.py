@@ -3,11 +3,13 @@
 import copy
 import re
 import sys
+from contextlib import nullcontext
 
 import pytest
 
+from seamless_verl import cli
 from seamless_verl.config import SeamlessConfig
-from seamless_verl.errors import ConfigError
+from seamless_verl.errors import ConfigError, MachineError
 from seamless_verl.machine import Machine
 from seamless_verl.run import check_machine, preflight
 
@@ -218,3 +220,25 @@ def test_megatron_is_missed(installed):
 def test_modules_are_looked_for_without_importing_them():
     assert check_machine.is_installed("colorsys")
     assert not check_machine.is_installed("no_module_of_this_name")
+
+
+@pytest.mark.parametrize(
+    ("policy", "loads"),
+    [
+        *((policy, True) for policy in (None, "auto", " AUTO ", "a, seamless_verl", "Seamless_Verl")),
+        *((policy, False) for policy in ("", "none", "my_plugin", "auto,none")),
+    ],
+)
+def test_where_verl_would_not_load_our_plug_in_what_needs_it_is_refused(installed, monkeypatch, policy, loads):
+    monkeypatch.delenv(check_machine.PLUGINS, raising=False)
+    own, shared, verls = {}, {"shared_prefix": "auto"}, {"trainer.v1.trainer_mode": "separate_async"}
+    if policy is not None:
+        monkeypatch.setenv(check_machine.PLUGINS, policy)
+    finding = cli._plugin()
+    assert (finding.fatal, bool(finding.fix)) == (not loads, not loads)
+    check(verls)
+    for changes, keys in ((own, own), (verls, shared)):
+        with nullcontext() if loads else pytest.raises(MachineError, match="verl plug-in: off: VERL_USE_EXTERNAL"):
+            check(changes, **keys)
+    in_workers = {"runtime_env": {"env_vars": {check_machine.PLUGINS: "auto"}}, "address": "local"}
+    check({"ray_kwargs.ray_init": in_workers})
