@@ -243,9 +243,8 @@ class Session:
     async def reserve(self, attempt: Attempt, wanted: int) -> int:
         """Set up to ``wanted`` tokens of the budget aside for each answer of an attempt; returns how many for each.
 
-        Answers in flight cannot overshoot the budget that way. All answers of a request get theirs at once, so that
-        none holds tokens while it waits for another. If other attempts hold what is left, this waits: they rarely use
-        all of it.
+        Answers in flight cannot overshoot the budget that way. All answers of a request get theirs at once: none holds
+        tokens while it waits for another. While other attempts hold what is left, this waits; they rarely use it all.
 
         Raises:
             ApiError: 429, not enough is left and no other attempt holds any.
