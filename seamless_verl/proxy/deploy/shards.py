@@ -257,6 +257,7 @@ async def serve_shards(
     shards = Shards(config.record, num, launcher)
     front = Front(book=lambda: shards.book, admin_key=config.admin_key, limits=config.limits, add_shard=shards.add)
     server = ProxyServer(make_front(front), config.host, config.port, drain_s=config.drain_s)
+    starting: asyncio.Task[None] | None = None
     try:
         base_url = await server.start()
         starting, stopped = asyncio.create_task(shards.start()), asyncio.create_task(stop.wait())
@@ -265,9 +266,10 @@ async def serve_shards(
             starting.result()
             ready(base_url, len(shards.book.addresses))
             await stopped
-        starting.cancel()
     finally:
         await asyncio.gather(server.stop(), shards.stop())
+        if starting is not None:
+            await asyncio.gather(starting, return_exceptions=True)  # given up by now; its story is no news
         await front.close()
 
 

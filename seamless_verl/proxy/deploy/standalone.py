@@ -44,7 +44,7 @@ from seamless_verl.proxy.text.tokenizer import FolderTokenizer, open_tokenizer
 
 _log = logging.getLogger(__name__)
 
-_TOKENIZER_FILE, _VERSION_FILE = "tokenizer", "weight_version"
+_TOKENIZER_FILE, _VERSION_FILE = "tokenizer_ids", "weight_version"
 
 
 ParserOf = Callable[[str], AnswerParser]

@@ -240,7 +240,8 @@ async def test_a_front_ends_while_its_shards_wait_for_vllm(mock: Mock, tmp_path:
         await starting
     await asyncio.to_thread(proxy.process.communicate, timeout=60)
     assert proxy.process.returncode == 0
-    assert (await asyncio.to_thread(psutil.wait_procs, children, timeout=30))[1] == []
+    assert not any(child.is_running() for child in children)  # they hold its lock and its ports
+    assert "never retrieved" not in proxy.log.read_text()
 
 
 async def test_what_shards_print_neither_keeps_them_from_starting_nor_stops_them(mock: Mock, tmp_path: Path) -> None:  # noqa: F811

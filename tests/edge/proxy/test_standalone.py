@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import re
 import resource
 import shutil
@@ -293,6 +294,13 @@ async def test_open_sessions_are_not_continued_with_the_ids_of_another_tokenizer
     await admin.close_session(handle.id)
     assert proxy.stop() == 0
     await admin.close()
+
+
+def test_a_note_of_the_tokenizers_file_is_none_of_its_ids(mock: Mock, tmp_path: Path) -> None:
+    nobody: dict[str, Any] = {"engine": "", "model": "", "tokenizer": "", "host": "", "port": 0, "admin_key": ""}
+    digest = hashlib.sha256((mock.folder / "tokenizer.json").read_bytes()).hexdigest()
+    (tmp_path / "tokenizer").write_text(digest)  # as a proxy of 29 November 2026 left it
+    standalone._check_ids(StandaloneConfig(record=tmp_path, **nobody), FolderTokenizer(mock.folder), 1)
 
 
 async def test_two_processes_do_not_share_a_folder(mock: Mock, tmp_path: Path) -> None:
