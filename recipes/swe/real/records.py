@@ -269,7 +269,7 @@ def _own_command(record: Mapping[str, Any], instance_id: str, names: tuple[str, 
                 return ("\n" if names else " && ").join(value)
             if command := _text(place, key, instance_id):
                 # SWE-rebench's is only the beginning: its harness writes the files behind it.
-                prefix = place is install and files and TEST_FILES not in command
+                prefix = place is install and files and not any(at in command for at in (TEST_FILES, TEST_IDS))
                 return f"{command} {TEST_FILES}" if prefix else command
     return ""
 
