@@ -311,12 +311,20 @@ def test_a_daemon_that_is_down_is_told_at_the_start(docker: Path) -> None:
     ("options", "message"),
     [
         ({"sandbox": {"options": {"dokker_args": []}}}, "sandbox.options=.*is refused by swe-rex"),
-        ({"harness_config": "mini2"}, "harness_config=mini2: is no file here and no configuration of mini-swe-agent's"),
+        ({"harness_config": "mini2"}, "harness_config=mini2: .* finds no mini2.yaml"),
+        ({"harness_config": "/no/mini.yaml"}, "harness_config=/no/mini.yaml: .* finds no /no/mini.yaml"),
+        ({"harness_config": "conf.yml"}, "harness_config=/.*/conf.yml: .* finds no /.*/conf.yaml"),
+        ({"harness_config": "mine"}, "harness_config=mine: .* finds no mine.yaml"),
     ],
 )
 def test_what_swe_rex_or_mini_swe_agent_does_not_know_is_refused_at_the_start(
-    docker: Path, options: dict[str, Any], message: str
+    docker: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
+    for name in ("conf.yml", "mine.yaml"):
+        (docker / name).touch()
+    monkeypatch.chdir(docker)
+    monkeypatch.setenv("MSWEA_CONFIG_DIR", str(docker))
     MiniSweRunner.check_machine({"harness_config": "mini", "sandbox": {"options": {"docker_args": ["--rm"]}}})
+    MiniSweRunner.check_machine({"harness_config": "mine", "forward_env": ["MSWEA_CONFIG_DIR"]})
     with pytest.raises(ConfigError, match=message):
         MiniSweRunner.check_machine(options)
