@@ -30,8 +30,9 @@ TEST_FILES = "{test_files}"
 TEST_IDS = "{test_ids}"
 """Where a command names it come pytest's ids of the tests, files for those that a list cut."""
 _MAX_IDS_CHARS = 500_000  # Linux takes 2 MB of arguments and environment
-# pytest ends with 4 and runs nothing where an id is none of its own.
-_BY_IDS = "{ids}; code=$?; if [ $code = 4 ]; then {files}; else (exit $code); fi"
+# Tests may build on others that ran before them in their file, listed or not; and where pytest does not know one of the
+# ids it runs nothing. The last report counts; files that do not end in time leave that of the ids.
+_BY_IDS = "{ids} || {files}"
 
 _COMMAND_FIX = (
     "add test_command to the record, or pass --test-commands FILE (JSON: repo or repo@version to command), "
@@ -268,7 +269,7 @@ def _own_command(record: Mapping[str, Any], instance_id: str, names: tuple[str, 
                 return ("\n" if names else " && ").join(value)
             if command := _text(place, key, instance_id):
                 # SWE-rebench's is only the beginning: its harness writes the files behind it.
-                prefix = place is install and files and TEST_FILES not in command
+                prefix = place is install and files and not any(at in command for at in (TEST_FILES, TEST_IDS))
                 return f"{command} {TEST_FILES}" if prefix else command
     return ""
 

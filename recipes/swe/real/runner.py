@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import re
 import secrets
 import shutil
@@ -180,13 +181,15 @@ def _check_machine(settings: RunnerSettings) -> None:
     for module, package in _PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             raise MachineError(package, "not installed", INSTALL)
-    # mini-swe-agent's own lookup, without its import.
+    # mini-swe-agent's own lookup, without its import, and from a folder of the attempt's.
     name = Path(settings.config_name).with_suffix(".yaml")
-    if (spec := importlib.util.find_spec("minisweagent")) and not name.is_absolute():
+    if spec := importlib.util.find_spec("minisweagent"):
         own = Path(str(spec.origin)).parent / "config"
-        if not any((own / folder / name).is_file() for folder in ("", "extra", "benchmarks")):
-            problem = "is no file here and no configuration of mini-swe-agent's"
-            raise ConfigError(f"{KEY}.harness_config", settings.harness_config, problem, "write an absolute path")
+        yours = [Path(os.environ.get(key, "")) for key in settings.forward_env if key == "MSWEA_CONFIG_DIR"]
+        found = [folder / name for folder in (*yours, own, own / "extra", own / "benchmarks")]
+        if not any(path.is_absolute() and path.is_file() for path in found):
+            problem, fix = f"mini-swe-agent finds no {name}", "write the absolute path of a .yaml file"
+            raise ConfigError(f"{KEY}.harness_config", settings.harness_config, problem, fix)
     if runtime := container_runtime(settings):
         _check_containers(runtime)
 

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,6 +107,8 @@ class Sandbox:
                 # swe-rex 1.4's own reads the container's output when it gives up, for as long as the container runs.
                 wait = partial(_wait_until_alive, self._deployment.is_alive, function_timeout=2.0)
                 self._deployment._wait_until_alive = wait
+                begin = partial(_start_command, self._deployment._get_swerex_start_cmd)
+                self._deployment._get_swerex_start_cmd = begin
             try:
                 await self._deployment.start()
                 await self.check(f"mkdir -p {self.scratch}")
@@ -236,6 +239,15 @@ class Sandbox:
         except Exception as error:  # noqa: BLE001 - swe-rex raises whatever the kind's client raises
             return f"sandbox did not stop: {type(error).__name__}: {error}"
         return ""
+
+
+def _start_command(theirs: Callable[[str], list[str]], token: str) -> list[str]:
+    """What the container runs. swe-rex 1.4's own, ``server || (install && server)``, begins to install when the agent
+    ends the server, instead of ending. Remove when swe-rex asks first."""
+    *shell, line = theirs(token)
+    server, _, install = line.partition(" || ")
+    choice = f"if command -v {server.split()[0]} > /dev/null; then {server}; else {install}; fi"
+    return [*shell, choice if install else line]
 
 
 def _late(exit_code: int, started: float, limit_s: float) -> bool:

@@ -97,7 +97,7 @@ class RunnerSettings:
         sandbox: where commands run.
         reward: ``all`` (1.0 when every test passed, else 0.0) or ``share`` (share of the tests that passed).
         action_format: ``toolcall`` (the model calls a ``bash`` tool) or ``text`` (one fenced block per turn).
-        harness_config: mini-swe-agent configuration (name or path); empty takes its SWE-bench one for the format.
+        harness_config: mini-swe-agent configuration (name or path of a .yaml); empty: its SWE-bench one for the format.
         model_kwargs: extra fields of every model request, e.g. ``temperature``.
         step_limit: model calls of one attempt; 0 is no limit here (the session's budget still holds).
         grade_timeout_s: part of the job's deadline kept for grading.

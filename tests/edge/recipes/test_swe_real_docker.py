@@ -1,7 +1,7 @@
 """swe-rex's Docker deployment with a stand-in for the ``docker`` command line: no daemon is needed, none is tested.
 
-The stand-in starts what the image would run (swe-rex's server) as a process that outlives its client, as a container
-does, and copies the "image's" repository afresh for every container.
+The stand-in starts what swe-rex has the image run (its server, by sh) as a process that outlives its client, as a
+container does, and copies the "image's" repository afresh for every container.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Serve = Callable[..., ModelServer]
 
 STAND_IN = """#!{python}
 import os, pathlib, shutil, signal, subprocess, sys
-STATE, ORIGIN, IMAGE_REPO = pathlib.Path({state!r}), {origin!r}, {workdir!r}
+STATE, ORIGIN, IMAGE_REPO = pathlib.Path("{state}"), {origin!r}, {workdir!r}
 args = sys.argv[2:]
 with (STATE / "calls").open("a") as calls:
     calls.write(" ".join(sys.argv[1:]) + "\\n")
@@ -79,13 +79,10 @@ if (STATE / "down").exists():
 if sys.argv[1] == "run":
     shutil.rmtree(IMAGE_REPO, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", ORIGIN, IMAGE_REPO], check=True)
-    token = args[-1].split("--auth-token ")[1].split()[0]
-    server = [sys.executable, "-m", "swerex.server", "--host", "127.0.0.1", "--auth-token", token]
-    server += ["--port", option("-p").split(":")[0]]
-    if (STATE / "asleep").exists():
-        server = ["sleep", "600"]
-    inside = {{"PATH": os.environ["PATH"], "HOME": str(STATE)}}
-    running = subprocess.Popen(server, env=inside, start_new_session=True)
+    command = ["sleep", "600"] if (STATE / "asleep").exists() else args[-3:]
+    inside = {{"PATH": str(STATE / "bin") + ":" + os.environ["PATH"], "HOME": str(STATE)}}
+    inside["PORT"] = option("-p").split(":")[0]
+    running = subprocess.Popen(command, env=inside, start_new_session=True)
     (STATE / (option("--name") + ".pid")).write_text(str(running.pid))
     (STATE / (option("--name") + ".label")).write_text(option("--label"))
     sys.exit(running.wait())
@@ -101,6 +98,11 @@ if sys.argv[1] == "ps" and "--filter" in args:
         if "label=" + path.read_text() == option("--filter"):
             print(path.stem)
 """
+# "Inside" the container. What swe-rex would install its server with, where there is none, takes its time.
+INSIDE = {
+    "swerex-remote": 'echo $$ > {state}/server; exec {python} -m swerex.server --host 127.0.0.1 --port $PORT "$@"',
+    "python3": "exec sleep 600",
+}
 
 
 @pytest.fixture
@@ -122,11 +124,12 @@ def clean() -> Iterator[None]:
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Folder of the stand-in's state; fails the test when a container is left."""
     folder = tmp_path / "docker"
-    folder.mkdir()
-    program = folder / "docker"
+    (folder / "bin").mkdir(parents=True)
     origin, workdir = str(tmp_path / "origin"), str(tmp_path / "testbed")
-    program.write_text(STAND_IN.format(python=sys.executable, state=str(folder), origin=origin, workdir=workdir))
-    program.chmod(0o755)
+    programs = {"docker": STAND_IN, **{f"bin/{name}": f"#!/bin/sh\n{line}\n" for name, line in INSIDE.items()}}
+    for name, text in programs.items():
+        (folder / name).write_text(text.format(python=sys.executable, state=folder, origin=origin, workdir=workdir))
+        (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     yield folder
     assert not list(folder.glob("*.label")), "a container is left"
@@ -136,11 +139,6 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def containers(docker: Path) -> list[str]:
     return [path.stem for path in docker.glob("*.label")]
-
-
-def end_the_only_container(docker: Path) -> None:
-    (container,) = docker.glob("*.pid")
-    os.killpg(int(container.read_text()), signal.SIGKILL)
 
 
 def task(tmp_path: Path, server: ModelServer) -> AgentJob:
@@ -193,13 +191,9 @@ async def test_a_killed_harness_leaves_no_container(serve: Serve, docker: Path, 
 
 
 async def test_an_agent_that_ends_its_container_is_graded(serve: Serve, docker: Path, tmp_path: Path) -> None:
-    server = serve(["sleep 60"])
     swe = runner()
-    attempt = asyncio.ensure_future(swe.run(task(tmp_path, server)))
-    await first_request(server)
-    end_the_only_container(docker)
 
-    report = await attempt
+    report = await swe.run(task(tmp_path, serve([f"kill -9 $(cat {docker}/server)"])))
     await swe.close()
 
     assert (report.status, report.reward) == (AgentStatus.FAILED, 0.0)
@@ -207,8 +201,7 @@ async def test_an_agent_that_ends_its_container_is_graded(serve: Serve, docker: 
 
 
 async def test_tests_that_end_their_container_have_not_passed(serve: Serve, docker: Path, tmp_path: Path) -> None:
-    # The agent's container is gone: the only one with a label is that of the grade.
-    ends = f"cd {docker}; label=$(echo *.label); kill -9 -$(cat ${{label%.label}}.pid)"
+    ends = f"kill -9 $(cat {docker}/server)"
     job = task(tmp_path, serve(SUBMIT_PATCH))
     swe = runner()
 
@@ -318,12 +311,20 @@ def test_a_daemon_that_is_down_is_told_at_the_start(docker: Path) -> None:
     ("options", "message"),
     [
         ({"sandbox": {"options": {"dokker_args": []}}}, "sandbox.options=.*is refused by swe-rex"),
-        ({"harness_config": "mini2"}, "harness_config=mini2: is no file here and no configuration of mini-swe-agent's"),
+        ({"harness_config": "mini2"}, "harness_config=mini2: .* finds no mini2.yaml"),
+        ({"harness_config": "/no/mini.yaml"}, "harness_config=/no/mini.yaml: .* finds no /no/mini.yaml"),
+        ({"harness_config": "conf.yml"}, "harness_config=/.*/conf.yml: .* finds no /.*/conf.yaml"),
+        ({"harness_config": "mine"}, "harness_config=mine: .* finds no mine.yaml"),
     ],
 )
 def test_what_swe_rex_or_mini_swe_agent_does_not_know_is_refused_at_the_start(
-    docker: Path, options: dict[str, Any], message: str
+    docker: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
+    for name in ("conf.yml", "mine.yaml"):
+        (docker / name).touch()
+    monkeypatch.chdir(docker)
+    monkeypatch.setenv("MSWEA_CONFIG_DIR", str(docker))
     MiniSweRunner.check_machine({"harness_config": "mini", "sandbox": {"options": {"docker_args": ["--rm"]}}})
+    MiniSweRunner.check_machine({"harness_config": "mine", "forward_env": ["MSWEA_CONFIG_DIR"]})
     with pytest.raises(ConfigError, match=message):
         MiniSweRunner.check_machine(options)

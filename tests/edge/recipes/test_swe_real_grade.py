@@ -15,7 +15,7 @@ import pytest
 from seamless_verl.recipes.swe.real import grade, workspace
 from seamless_verl.recipes.swe.real.protocol import GradeRequest, GradeResult
 from seamless_verl.recipes.swe.real.records import Defaults, parse_record
-from seamless_verl.recipes.swe.real.results import Outcome
+from seamless_verl.recipes.swe.real.results import Outcome, score
 from seamless_verl.recipes.swe.real.sandbox import CommandResult, Sandbox
 from seamless_verl.recipes.swe.real.settings import RunnerSettings, SandboxSettings
 from seamless_verl.recipes.swe.real.task import AgentView, SweTask
@@ -114,27 +114,45 @@ async def test_every_pytest_run_of_a_command_counts(sandbox: ShellSandbox) -> No
     assert outcomes == {"test_b.test_b": Outcome.PASSED}
 
 
-@pytest.mark.parametrize(
-    ("lost", "ran"), [("", {"test_a.test_a"}), ("test_a.py::gone", {"test_a.test_a", "test_a.test_b"})]
-)
+async def run_listed(
+    sandbox: ShellSandbox, body: str, *names: str
+) -> tuple[SweTask, CommandResult, dict[str, Outcome]]:
+    """What the derived command says of tests in ``test_a.py``."""
+    pytest.importorskip("xdist", reason="pytest-xdist not installed; it is in requirements-dev.lock")
+    sandbox.cwd = sandbox.scratch
+    (Path(sandbox.cwd) / "test_a.py").write_text(body)
+    (Path(sandbox.cwd) / "pytest.ini").write_text("[pytest]\naddopts = -nauto\n")
+    listed = [f"test_a.py::{name}" for name in names]
+    record = {"instance_id": "i", "repo": "r", "base_commit": "c", "problem_statement": "p", "FAIL_TO_PASS": listed}
+    task = parse_record(record, Defaults())
+    task = dataclasses.replace(task, test_command=task.test_command.replace("python -m", f"{sys.executable} -m"))
+    return task, *await grade.run_tests(sandbox, task, limit_s=60)
+
+
+@pytest.mark.parametrize(("lost", "ran"), [("", {"test_a.test_a"}), ("gone", {"test_a.test_a", "test_a.test_b"})])
 async def test_only_the_listed_tests_run_and_their_files_where_pytest_does_not_know_one(
     sandbox: ShellSandbox, lost: str, ran: set[str]
 ) -> None:
-    pytest.importorskip("xdist", reason="pytest-xdist not installed; it is in requirements-dev.lock")
-    sandbox.cwd = sandbox.scratch
-    folder = Path(sandbox.cwd)
-    (folder / "test_a.py").write_text("def test_a(): pass\ndef test_b(): assert 0\n")
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -nauto\n")
-    names = ["test_a.py::test_a", *filter(None, [lost])]
-    record = {"instance_id": "i", "repo": "r", "base_commit": "c", "problem_statement": "p", "FAIL_TO_PASS": names}
-    task = parse_record(record, Defaults())
-    task = dataclasses.replace(task, test_command=task.test_command.replace("python -m", f"{sys.executable} -m"))
+    body = "def test_a(): pass\ndef test_b(): assert 0\n"
 
-    result, outcomes = await grade.run_tests(sandbox, task, limit_s=60)
+    _, result, outcomes = await run_listed(sandbox, body, "test_a", *filter(None, [lost]))
 
     assert outcomes.keys() == ran, result.output
     assert result.exit_code == int(bool(lost))
     assert "bringing up nodes" not in result.output
+
+
+@pytest.mark.parametrize(("end", "passed"), [("", 2), ("def test_d(): __import__('os')._exit(1)", 1)])
+async def test_tests_that_need_others_before_them_pass_with_their_file_which_costs_nothing_where_it_does_not_end(
+    sandbox: ShellSandbox, end: str, passed: int
+) -> None:
+    # The list has the repaired test first, and not all that it needs.
+    body = "done = []\ndef test_a(): done.append('a')\ndef test_b(): done.append('b')\n"
+    body += f"def test_c(): assert done == ['a', 'b']\n{end}\n"
+
+    task, result, outcomes = await run_listed(sandbox, body, "test_c", "test_b")
+
+    assert score(task.expected, outcomes, exit_code=result.exit_code).num_passed == passed, result.output
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ pytest.importorskip("pyarrow")
 
 SOLUTION = "+canary_of_the_solution"
 TESTS = "+canary_of_the_tests"
+IDS = "tests/test_a.py::test_x 'tests/test_b.py::test_y[a b]'"
 
 
 def record(number: int = 1, **more: Any) -> dict[str, Any]:
@@ -49,10 +50,8 @@ def test_a_swe_bench_record_becomes_a_task() -> None:
     task = parse_record(record(), Defaults(image_template="swe-bench"))
 
     assert task.expected == ("tests/test_a.py::test_x", "tests/test_b.py::test_y[a b]", "tests/test_a.py::test_z")
-    ids = "tests/test_a.py::test_x 'tests/test_b.py::test_y[a b]' tests/test_a.py::test_z"
     files = "python -m pytest -q tests/test_a.py tests/test_b.py"
-    run = f"python -m pytest -q {ids}; code=$?; if [ $code = 4 ]; then {files}; else (exit $code); fi"
-    assert task.test_command == run
+    assert task.test_command == f"python -m pytest -q {IDS} tests/test_a.py::test_z || {files}"
     assert task.view.image == "swebench/sweb.eval.x86_64.owner_1776_name-1:latest"
     assert SweTask.from_mapping(json.loads(task.to_json())) == task
 
@@ -74,6 +73,7 @@ def test_neither_solution_nor_tests_are_in_what_the_agent_sees() -> None:
         ({"test_cmd": ["a", "b"], "FAIL_TO_PASS": None, "PASS_TO_PASS": None}, Defaults(), "a && b"),
         ({"install_config": {"test_cmd": "pytest -rA"}}, Defaults(), "pytest -rA tests/test_a.py tests/test_b.py"),
         ({"install_config": {"test_cmd": "x {test_files} y"}}, Defaults(), "x tests/test_a.py tests/test_b.py y"),
+        ({"install_config": {"test_cmd": "x {test_ids}"}, "PASS_TO_PASS": ["a.py::x"]}, Defaults(), f"x {IDS} a.py::x"),
         ({"install_config": {"test_cmd": "make"}, "FAIL_TO_PASS": ["x"]}, Defaults(), "make"),
         ({}, Defaults(test_commands={"owner/name": "a", "owner/name@1.0": "b"}, test_command="c"), "b"),
         ({}, Defaults(test_commands={"owner/name": "a"}, test_command="c"), "a"),
