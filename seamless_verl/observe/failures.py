@@ -140,10 +140,11 @@ class AttemptLog:
         if (attempt := self._current.get()) is not None:
             attempt.began = self._clock()
 
-    def agent_ended(self) -> None:
-        """What is left of this context's attempt is to compute its reward."""
+    def agent_ended(self) -> bool:
+        """What is left of this context's attempt is to compute its reward; returns whether it is of a validation."""
         if (attempt := self._current.get()) is not None:
             attempt.reward = True
+        return attempt is not None and attempt.validation
 
     def failed(self, error: str) -> None:
         """The agent of this context's attempt failed, which goes on to be graded and trained."""

@@ -46,7 +46,6 @@ NAMES = [
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._balance_batch",
     "verl.workers.engine_workers:TrainingWorker.train_mini_batch",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
-    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._maybe_log_val_generations",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._val_metrics_update",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",
@@ -909,7 +908,8 @@ def test_a_validation_has_what_came_of_a_failed_group_and_only_verls_acc_counts_
 
 
 def test_a_validation_is_reported_on_the_scores_and_on_as_many_as_were_asked_for_whatever_rewards_and_rows_say():
-    """verl 0.9.1 puts what a reward function calls ``reward`` between the scores; a row may name its rollouts."""
+    """verl 0.9.1 puts what a reward function calls ``reward`` behind a batch's scores, where workers are not ours; a
+    row may name its rollouts."""
     from omegaconf import OmegaConf
 
     importlib.import_module("verl.trainer.ppo.v1")  # which brings in our trainer
@@ -920,8 +920,7 @@ def test_a_validation_is_reported_on_the_scores_and_on_as_many_as_were_asked_for
     trainer.config = OmegaConf.create({"trainer": {"log_val_generations": 0}})
     trainer.global_steps = 3
     trainer.reporter = types.SimpleNamespace(validation=reports.append, say=told.append)
-    trainer._maybe_log_val_generations(inputs=["", ""], outputs=["", ""], scores=[1.0, 0.5])
-    infos = {"reward": [1.0, 7.0, 0.5, 7.0], "score": [1.0, 0.5]}
+    infos = {"reward": [1.0, 0.5, 7.0, 7.0], "score": [1.0, 0.5]}
     expected = {("s", "u"): 1, ("s", "v"): 2}
     found = trainer._val_metrics_update(["s", "s"], ["u", "v"], infos, [1, 1], expected_acc_counts=expected)
     assert (reports[0].mean, reports[0].rollouts) == (0.75, 2)

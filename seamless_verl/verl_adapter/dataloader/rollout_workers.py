@@ -290,8 +290,10 @@ class NotifyingWorker(AgentLoopWorkerTQ.__ray_actor_class__):  # type: ignore[na
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """As the parent; a reward that is no finite number fails its attempt."""
-        attempt_log.agent_ended()
+        validates = attempt_log.agent_ended()
         await super()._compute_score(outputs, kwargs=kwargs)
+        for output in outputs if validates else ():  # verl 0.9.1 would put what is called so between its scores
+            (output.extra_fields.get("reward_extra_info") or {}).pop("reward", None)
         score = outputs[-1].reward_score
         if score is not None or self.reward_loop_worker_handles is not None:  # else a reward model comes later
             outputs[-1].reward_score = checked_reward(score)

@@ -77,7 +77,6 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
         self.before_checkpoint: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
         self._step_began_at = 0.0  # of the recorder's clock
-        self._validation_scores: list[float] = []
         self.current_mode = separate_async.HybridEngineMode.TRAINER
         # Made in `_setup`, where verl makes its own.
         self.resource_pool_manager: Any = None
@@ -340,13 +339,9 @@ class SeamlessTrainer(separate_async.PPOTrainerSeparateAsync):
             return self.flight.books(())
         return self.flight.books(ray.get(self.standalone_server_manager.global_load_balancer.books.remote()))
 
-    def _maybe_log_val_generations(self, inputs: list[str], outputs: list[str], scores: list[float]) -> None:
-        self._validation_scores = scores
-        super()._maybe_log_val_generations(inputs, outputs, scores)
-
     def _val_metrics_update(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         data_sources, uids, infos, _ = args
-        infos["reward"] = self._validation_scores  # verl 0.9.1 adds what a reward function calls so
+        infos["reward"] = infos["reward"][: len(uids)]  # workers that are not ours leave what a reward calls so
         wanted = sum(kwargs["expected_acc_counts"].values())
         report_validation(self.reporter, self.global_steps, wanted, data_sources, uids, infos)
         return super()._val_metrics_update(*args, **kwargs)

@@ -15,7 +15,13 @@ pytest.importorskip("verl")
 from seamless_verl.agents.contract import RewardRefused
 from seamless_verl.observe.failures import AttemptNews, HangingAttempt
 from seamless_verl.verl_adapter.rollout import attempt_watch
-from seamless_verl.verl_adapter.rollout.attempt_watch import LoopWatch, places_of_threads, task_name, with_blocked
+from seamless_verl.verl_adapter.rollout.attempt_watch import (
+    LoopWatch,
+    attempt_log,
+    places_of_threads,
+    task_name,
+    with_blocked,
+)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 
@@ -39,6 +45,22 @@ async def test_a_score_that_is_no_finite_number_fails_its_attempt(
     worker.reward_loop_worker_handles = [object()]
     with pytest.raises(RewardRefused, match="no finite number"):
         await worker._compute_score([SimpleNamespace(reward_score=None)], kwargs={})
+
+
+@pytest.mark.parametrize("validates", [True, False])
+async def test_what_a_reward_calls_reward_is_left_out_where_verl_would_take_it_for_a_score(
+    monkeypatch: pytest.MonkeyPatch, worker: Any, validates: bool
+) -> None:
+    async def scored(self: Any, outputs: list[Any], kwargs: Any) -> None:
+        outputs[-1].reward_score = 0.5
+        outputs[-1].extra_fields["reward_extra_info"] = {"score": 0.5, "reward": 7.0}
+
+    monkeypatch.setattr(type(worker).__mro__[1], "_compute_score", scored)
+    worker.reward_loop_worker_handles = [object()]
+    output = SimpleNamespace(reward_score=None, extra_fields={})
+    with attempt_log.attempt("val/1", validation=validates, where=tuple):
+        await worker._compute_score([output], kwargs={})
+    assert ("reward" in output.extra_fields["reward_extra_info"]) is not validates
 
 
 async def test_without_reward_workers_the_score_may_come_later(worker: Any) -> None:
