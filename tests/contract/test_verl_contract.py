@@ -262,7 +262,6 @@ def test_the_name_exists(name):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         pytest.fail(f"{error}\nused in {', '.join(users(name))}", pytrace=False)
-    assert found is not None
 
 
 def test_the_plug_in_registers_trainer_agent_loop_and_platform():
