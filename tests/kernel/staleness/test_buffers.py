@@ -60,6 +60,10 @@ class AnyBuffer(RuleBasedStateMachine):
         self.finished = [one for one in self.finished if one not in longest]
         self.taken += count
 
+    @rule()
+    def look(self) -> None:
+        """Nothing happens: all that is left when every slot was taken."""
+
     @invariant()
     def it_counts_as_the_lists_do(self) -> None:
         if not hasattr(self, "buffer"):
