@@ -59,6 +59,14 @@ def test_a_sampler_of_ones_own_has_verls_warm_up_and_is_told_what_it_does_not_ke
     assert trainer.replay_buffer.trainer_config == modes.separate_async  # as under verl's own mode
     (told,) = [line for line in caplog.messages if "custom_sampler" in line]
     assert told.startswith("seamless.staleness.eta: not kept")
+    own = ["+trainer.v1.seamless.num_warmup_batches=3", "+trainer.v1.seamless.mine=7"]
+    trainer = trainer_of("trainer.device=cpu", "actor_rollout_ref.rollout.name=vllm", *sampler("ReplayBuffer"), *own)
+    found = trainer.replay_buffer.trainer_config
+    assert (found.num_warmup_batches, found.mine, found.parameter_sync_step) == (
+        3,
+        7,
+        modes.seamless.parameter_sync_step,
+    )
 
 
 def test_a_sampler_that_a_policy_cannot_ask_is_refused():

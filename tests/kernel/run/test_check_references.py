@@ -9,9 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from omegaconf import OmegaConf
 
 from seamless_verl.config import SeamlessConfig
 from seamless_verl.errors import ConfigError, MachineError
+from seamless_verl.run import compose
 from seamless_verl.run.check_batches import check_estimator
 from seamless_verl.run.check_references import task_at
 from tests.kernel.run.test_preflight import check, config
@@ -339,11 +341,17 @@ def test_a_reward_under_the_key_of_an_older_verl_is_refused_with_the_newer_one(s
     assert "Fix: write reward.reward_manager.name=dapo" in told
 
 
-def test_the_key_of_an_older_verl_beside_the_newer_one_is_nothing_to_tell():
-    """A launch script that serves both."""
+def test_the_key_of_an_older_verl_beside_the_newer_one_is_nothing_to_tell(tmp_path, monkeypatch):
+    """A launch script that serves both; the trainer asks again when paths are absolute."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
     function = {"path": "mine.py", "name": "compute_score"}
     both = {"custom_reward_function": function, "reward": {"custom_reward_function": function}}
     assert not check_estimator({**config(), **both}, SeamlessConfig())
+    absolute = OmegaConf.create({**config(), **both})
+    compose.make_absolute(absolute)
+    assert absolute.reward.custom_reward_function.path == str(tmp_path / "mine.py")
+    assert not check_estimator(OmegaConf.to_container(absolute), SeamlessConfig())
     both["reward"] = {"custom_reward_function": {**function, "path": "other.py"}}
     with pytest.raises(ConfigError, match=r"path=mine\.py: "):
         check_estimator({**config(), **both}, SeamlessConfig())

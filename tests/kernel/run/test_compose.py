@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -172,6 +173,18 @@ def test_an_owner_of_another_boot_or_container_is_another_machines_under_the_sam
         assert "waiting for 300 s of silence" in said[0]
         owner.write_text("7 123 a-boot pid:[7] another-host")  # took it over, since we gave no sign of life
     assert owner.exists()
+
+
+def test_a_claim_that_could_not_be_written_is_none(tmp_path):
+    """A full disk, say: an empty claim would be another machine's, and make the next command wait."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"), compose.claimed(tmp_path, str):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "pid").exists()
 
 
 @pytest.mark.parametrize(
